@@ -1,0 +1,131 @@
+"""A plan: what comes out, as expressions over what is read. Everything else about it is derived."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any
+
+from orbaxkit.paths import KeyPath
+from orbaxkit.planning import expressions, regions
+from orbaxkit.planning.nodes import Expr, Foreign, Read, reads_of
+from orbaxkit.planning.regions import Region
+from orbaxkit.specs import LeafSpec, Specs
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """One leaf that comes out, under its typed path."""
+
+    path: KeyPath
+    expr: Expr
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to make of a source's leaves: `outputs` by the text of their paths.
+
+    Strings and empty nodes pass through as reads. `containers` says which inner nodes of the outputs are tuples, where
+    the source knows.
+    """
+
+    source: Specs
+    outputs: Mapping[str, Output]
+    containers: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def identity(specs: Specs) -> "Plan":
+        """Every leaf as it is."""
+        paths = specs.paths
+        outputs = {name: Output(paths[name], expressions.read(name, spec)) for name, spec in specs.leaves.items()}
+        return Plan(specs, outputs, specs.containers)
+
+    def with_outputs(self, outputs: Mapping[str, Output]) -> "Plan":
+        """The same source with other outputs."""
+        return replace(self, outputs=outputs)
+
+    @cached_property
+    def specs(self) -> Specs:
+        """What will come out; a leaf that only passes through keeps what is known of it on disk."""
+        leaves = {name: self._spec(output.expr) for name, output in self.outputs.items()}
+        return Specs(leaves, {name: output.path for name, output in self.outputs.items()}, self.containers)
+
+    def _spec(self, expr: Expr) -> LeafSpec:
+        if not isinstance(expr, Read):
+            return expressions.spec_of(expr)
+        return self.source[expr.name] if expr.source is None else expr.source.source.specs[expr.name]
+
+    @cached_property
+    def _needed(self) -> dict[tuple[Foreign | None, str], list[Region]]:
+        return regions.needed(output.expr for output in self.outputs.values())
+
+    @cached_property
+    def reads(self) -> dict[str, list[Region]]:
+        """The regions of the source's leaves that are needed, in the coordinates of the stored arrays."""
+        return {name: found for (source, name), found in self._needed.items() if source is None}
+
+    @cached_property
+    def foreign_reads(self) -> dict[tuple[Foreign, str], list[Region]]:
+        """The same for leaves that fills take from other sources."""
+        return {(source, name): found for (source, name), found in self._needed.items() if source is not None}
+
+    @property
+    def read_bytes(self) -> int:
+        """The stored bytes that will be read: those of every chunk that a region touches."""
+        own = sum(regions.touched_bytes(self.source.leaves[name], found) for name, found in self.reads.items())
+        return own + sum(
+            regions.touched_bytes(source.source.specs[name], found)
+            for (source, name), found in self.foreign_reads.items()
+        )
+
+    @property
+    def dropped(self) -> tuple[str, ...]:
+        """The source's leaves that nothing uses."""
+        return tuple([name for name in self.source if name not in self.reads])
+
+    @cached_property
+    def groups(self) -> tuple[tuple[str, ...], ...]:
+        """Outputs connected by leaves that they share: what has to be in memory together."""
+        parent: dict[Any, Any] = {}
+
+        def root(key: Any) -> Any:
+            while parent.setdefault(key, key) != key:
+                parent[key] = key = parent[parent[key]]
+            return key
+
+        for name, output in self.outputs.items():
+            for read in reads_of(output.expr):
+                parent[root(("read", read.source, read.name))] = root(name)
+        members: dict[Any, list[str]] = {}
+        for name in self.outputs:
+            members.setdefault(root(name), []).append(name)
+        return tuple([tuple(names) for names in members.values()])
+
+    def then(self, other: "Plan") -> "Plan":
+        """This plan followed by one whose source is what this one makes."""
+        return compose(self, other)
+
+
+def compose(first: Plan, second: Plan) -> Plan:
+    """One plan that does what two do in turn; the second reads the first one's outputs by name."""
+
+    def replacement(read: Read) -> Expr:
+        return read if read.source is not None else first.outputs[read.name].expr
+
+    exprs = expressions.substitute([output.expr for output in second.outputs.values()], replacement)
+    outputs = {
+        name: Output(output.path, expr) for (name, output), expr in zip(second.outputs.items(), exprs, strict=True)
+    }
+    return Plan(first.source, outputs, second.containers)
+
+
+Transform = Callable[[Plan], Plan]
+
+
+def make_plan(source: Any, *transforms: Transform) -> Plan:
+    """Plan transforms, in order, on a checkpoint or its specs; nothing is read."""
+    specs = source if isinstance(source, Specs) else source.specs
+    plan = Plan.identity(specs)
+    for transform in transforms:
+        plan = transform(plan)
+    return plan
+

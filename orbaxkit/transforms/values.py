@@ -1,0 +1,99 @@
+"""cast and affine: other values in the same layout."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import numpy as np
+
+from orbaxkit.errors import NotInvertibleError, TransformError
+from orbaxkit.paths import Pattern, compile_pattern
+from orbaxkit.planning import expressions
+from orbaxkit.planning.numbers import category, dtype_of
+from orbaxkit.planning.plan import Output, Plan
+from orbaxkit.transforms.rules import call_text, change_each, find, refuse
+
+
+@dataclass(frozen=True, repr=False)
+class Cast:
+    """See `cast`."""
+
+    rules: tuple[tuple[Pattern | None, np.dtype], ...]
+    verb: ClassVar[str] = "cast"
+
+    def __repr__(self) -> str:
+        if len(self.rules) == 1:
+            pattern, dtype = self.rules[0]
+            return f"cast({dtype.name!r}{'' if pattern is None else f', {pattern.text!r}'})"
+        return f"cast({ {p.text if p else '**': d.name for p, d in self.rules} })"
+
+    def __call__(self, plan: Plan) -> Plan:
+        """Cast every output by the first rule that matches it."""
+        outputs, problems = dict(plan.outputs), []
+        for name, dtype in self._wanted(plan).items():
+            try:
+                outputs[name] = Output(outputs[name].path, expressions.cast(outputs[name].expr, dtype))
+            except TransformError as error:
+                problems.append((name, str(error)))
+        hint = "cast('bfloat16') without a pattern takes floating-point leaves only; or narrow the pattern"
+        refuse(problems, self, "cast cannot be applied to these leaves", hint)
+        return plan.with_outputs(outputs)
+
+    def _wanted(self, plan: Plan) -> dict[str, np.dtype]:
+        wanted: dict[str, np.dtype] = {}
+        for pattern, dtype in self.rules:
+            if pattern is None:
+                names = [name for name, output in plan.outputs.items() if _is_float(output.expr)]
+            else:
+                names = [name for name, _, _ in find(plan, pattern, self)]
+            for name in names:
+                wanted.setdefault(name, dtype)
+        return wanted
+
+    def inverse(self) -> "Cast":
+        """Refused: the dtypes before are not known (a plan's `inverse()` knows them)."""
+        raise NotInvertibleError("the dtypes before the cast are not known", where=repr(self), hint="plan.inverse() knows them")
+
+
+@dataclass(frozen=True, repr=False)
+class Affine:
+    """See `affine`."""
+
+    pattern: Pattern
+    scale: float = 1.0
+    shift: float = 0.0
+    verb: ClassVar[str] = "affine"
+    positional: ClassVar[tuple[str, ...]] = ("pattern",)
+    __repr__ = call_text
+
+    def __call__(self, plan: Plan) -> Plan:
+        """Scale and shift every output that matches."""
+        return change_each(plan, self.pattern, self, lambda x: expressions.affine(x, self.scale, self.shift))
+
+    def inverse(self) -> "Affine":
+        """The opposite shift and scale: exact up to rounding."""
+        if self.scale == 0:
+            raise NotInvertibleError("a scale of 0 cannot be undone", where=call_text(self))
+        return Affine(self.pattern, 1 / self.scale, -self.shift / self.scale)
+
+
+def cast(dtype: "Any | Mapping[str, Any]", pattern: "str | re.Pattern[str] | None" = None) -> Cast:
+    """Cast leaves: `cast("bfloat16")` all floating-point ones, `cast("float32", "params/**")` exactly those that match.
+
+    A mapping of patterns to dtypes casts each leaf by the first pattern that matches it. Float to float rounds; into
+    integers, values that do not fit (and NaN) are an error when data is read; strings, empty nodes and PRNG keys, and
+    complex to real, are refused at once.
+    """
+    if isinstance(dtype, Mapping):
+        return Cast(tuple((compile_pattern(p), dtype_of(d)) for p, d in dtype.items()))
+    return Cast(((None if pattern is None else compile_pattern(pattern), dtype_of(dtype)),))
+
+
+def affine(pattern: "str | re.Pattern[str]", *, scale: float = 1.0, shift: float = 0.0) -> Affine:
+    """Make `x * scale + shift` of floating-point leaves, computed in float32 or wider, rounded to their dtype."""
+    return Affine(compile_pattern(pattern), float(scale), float(shift))
+
+
+def _is_float(expr: Any) -> bool:
+    return expr.element.is_numeric and expr.dtype is not None and category(expr.dtype) == "float"
