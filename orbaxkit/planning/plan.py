@@ -100,6 +100,18 @@ class Plan:
             members.setdefault(root(name), []).append(name)
         return tuple([tuple(names) for names in members.values()])
 
+    def inverse(self) -> "Plan":
+        """The plan from what comes out back to the source's leaves.
+
+        Exact: `plan.then(plan.inverse())` gives every leaf that the plan reads as it was. Leaves that nothing reads
+        (`dropped`) are simply not made again.
+
+        Raises NotInvertibleError: leaves that are read in part only, rounded, scaled or merged; all are named.
+        """
+        from orbaxkit.planning.inversion import invert
+
+        return invert(self)
+
     def then(self, other: "Plan") -> "Plan":
         """This plan followed by one whose source is what this one makes."""
         return compose(self, other)

@@ -1,0 +1,113 @@
+"""rename: other paths for the same leaves."""
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import ClassVar
+
+from orbaxkit.errors import NotInvertibleError, OrbaxkitError, TransformError
+from orbaxkit.paths import KeyPath, Pattern, check_template, compile_pattern, expand, format_path, parse_path
+from orbaxkit.planning.plan import Plan
+from orbaxkit.transforms.rules import assemble, call_text, no_match, refuse
+
+PathFunction = Callable[[str], str]
+
+
+@dataclass(frozen=True, repr=False)
+class Rename:
+    """See `rename`."""
+
+    rules: tuple[tuple[Pattern, Pattern], ...] = ()
+    function: PathFunction | None = None
+    verb: ClassVar[str] = "rename"
+
+    def __repr__(self) -> str:
+        if self.function is not None:
+            return f"rename({getattr(self.function, '__name__', self.function)})"
+        return f"rename({ {p.text: t.text for p, t in self.rules} })"
+
+    def __call__(self, plan: Plan) -> Plan:
+        """Rename every output that a rule matches."""
+        moved = self._by_function(plan) if self.function is not None else self._by_rules(plan)
+        pairs = [(output, moved.get(name, output.path)) for name, output in plan.outputs.items()]
+        outputs = assemble(plan, ((path, o.expr, format_path(o.path)) for o, path in pairs), self)
+        return Plan(plan.source, outputs, _moved_containers(plan, [(o.path, path) for o, path in pairs if path is not o.path]))
+
+    def _by_rules(self, plan: Plan) -> dict[str, KeyPath]:
+        moved: dict[str, KeyPath] = {}
+        idle, shadowed = [], []
+        for pattern, template in self.rules:
+            found = [(name, m) for name, o in plan.outputs.items() if (m := pattern.match(o.path)) is not None]
+            new = [(name, m) for name, m in found if name not in moved]
+            moved.update((name, expand(template, m)) for name, m in new)
+            if not new:
+                (shadowed if found else idle).append(pattern)
+        if idle:
+            raise no_match(plan.outputs, idle, self)
+        refuse(
+            [(pattern.text, "an earlier rule takes every leaf that it matches") for pattern in shadowed],
+            self,
+            "a rule renames nothing",
+            "the first rule that matches a leaf renames it: put the narrower one first",
+        )
+        return moved
+
+    def _by_function(self, plan: Plan) -> dict[str, KeyPath]:
+        assert self.function is not None
+        moved, problems = {}, []
+        for name, output in plan.outputs.items():
+            try:
+                moved[name] = _retyped(parse_path(self.function(name)), output.path)
+            except (TypeError, AttributeError, ValueError, OrbaxkitError) as error:
+                problems.append((name, f"{type(error).__name__}: {error}"))
+        refuse(problems, self, "the function gives no path for these leaves", "it takes a path's text and returns another")
+        return {name: path for name, path in moved.items() if path != plan.outputs[name].path}
+
+    def inverse(self) -> "Rename":
+        """The rules read backwards, where each template keeps all that its pattern captures."""
+        if self.function is not None:
+            raise NotInvertibleError("a function cannot be undone", where=repr(self), hint="rename with a mapping of patterns")
+        back = []
+        for pattern, template in self.rules:
+            if pattern.regex is not None or sorted(pattern.captures) != sorted(template.captures):
+                raise NotInvertibleError(f"{template.text!r} does not keep all of {pattern.text!r}", where=repr(self))
+            back.append((template, pattern))
+        return Rename(tuple(back))
+
+
+def rename(rules: "Mapping[str | re.Pattern[str], str] | PathFunction") -> Rename:
+    """Rename leaves: a mapping of patterns to templates, or a function from a path's text to another.
+
+    Templates use what the patterns caught: `{"params/layers_{i}/**": "model/{i}/**"}`. The first rule that matches a leaf
+    renames it, the others leave it; a rule that renames nothing, and two leaves under one path, are errors.
+    """
+    if callable(rules):
+        return Rename(function=rules)
+    if not rules:
+        raise TransformError("rename needs a rule", hint="rename({'params/**': 'model/**'})")
+    pairs = tuple((compile_pattern(p), compile_pattern(t)) for p, t in rules.items())
+    for pattern, template in pairs:
+        check_template(template, pattern)
+    return Rename(pairs)
+
+
+def _retyped(path: KeyPath, old: KeyPath) -> KeyPath:
+    """Text has no types: a segment that stood for an index in the old path still does."""
+    indices = {str(segment): segment for segment in old if isinstance(segment, int)}
+    names = {segment for segment in old if isinstance(segment, str)}
+    return tuple(segment if segment in names else indices.get(str(segment), segment) for segment in path)
+
+
+def _moved_containers(plan: Plan, moved: list[tuple[KeyPath, KeyPath]]) -> Mapping[str, str]:
+    """Where inner nodes of known type went: a renamed leaf takes along the nodes around the tail that it keeps."""
+    if not plan.containers or not moved:
+        return plan.containers
+    out = dict(plan.containers)
+    for old, new in moved:
+        for k in range(1, min(len(old), len(new)) + 1):
+            if old[-k] != new[-k]:
+                break
+            kind = plan.containers.get(format_path(old[:-k]))
+            if kind is not None:
+                out[format_path(new[:-k])] = kind
+    return out
