@@ -40,7 +40,7 @@ ADAM = {"opt_state/1/0/count": COUNT, **moments("opt_state/1/0", NAMES)}
 
 
 def test_pi05_train_state_shows_its_slots():
-    """The names and write shapes of a real pi0.5 train state: the language model is frozen, the params lie elsewhere."""
+    """The names and write shapes of a real pi0.5 train state: a frozen language model, params in another item."""
     rows = json.loads((pathlib.Path(__file__).parent / "golden" / "pi05_write_shapes.json").read_text())
     specs = tree({name.replace(".", "/"): array(*shape) for name, shape in rows.items()}, indices=False)
     assert "; ".join(describe_slots(specs)) == (

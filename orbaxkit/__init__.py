@@ -1,0 +1,106 @@
+"""See any Orbax checkpoint, restore what you need of it, and reshape it, without the code that wrote it."""
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from orbaxkit._checkpoint import Checkpoint
+    from orbaxkit._checkpoint import open_checkpoint as open
+    from orbaxkit._restore import apply, restore, restore_params
+    from orbaxkit.errors import (
+        CheckpointError,
+        CheckpointWarning,
+        NotInvertibleError,
+        OrbaxkitError,
+        TargetError,
+        TransformError,
+    )
+    from orbaxkit.planning import Plan
+    from orbaxkit.planning import make_plan as plan
+    from orbaxkit.specs import LeafSpec, Specs
+    from orbaxkit.transforms import (
+        affine,
+        cast,
+        chain,
+        concat,
+        drop,
+        fill,
+        merge_lora,
+        rename,
+        reshape,
+        select,
+        split,
+        stack,
+        transpose,
+        unreplicate,
+        unstack,
+    )
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointWarning",
+    "LeafSpec",
+    "NotInvertibleError",
+    "OrbaxkitError",
+    "Plan",
+    "Specs",
+    "TargetError",
+    "TransformError",
+    "__version__",
+    "affine",
+    "apply",
+    "cast",
+    "chain",
+    "concat",
+    "drop",
+    "fill",
+    "merge_lora",
+    "open",
+    "plan",
+    "rename",
+    "reshape",
+    "restore",
+    "restore_params",
+    "select",
+    "split",
+    "stack",
+    "transpose",
+    "unreplicate",
+    "unstack",
+]
+
+# Where public names live when it is not `transforms`; they load on first use, so that importing orbaxkit costs nothing.
+_HOMES = {
+    "_checkpoint": ("Checkpoint", "open"),
+    "_restore": ("apply", "restore", "restore_params"),
+    "errors": (
+        "CheckpointError",
+        "CheckpointWarning",
+        "NotInvertibleError",
+        "OrbaxkitError",
+        "TargetError",
+        "TransformError",
+    ),
+    "planning": ("Plan", "plan"),
+    "specs": ("LeafSpec", "Specs"),
+}
+# Names that are spelled otherwise at home, where they would hide a builtin or a module's variable.
+_HOME_NAMES = {"open": "open_checkpoint", "plan": "make_plan"}
+
+
+def __getattr__(name: str) -> object:
+    """Load a public name when it is first asked for (PEP 562)."""
+    from importlib import import_module
+
+    if name not in __all__:
+        raise AttributeError(f"module 'orbaxkit' has no attribute {name!r}")
+    home = next((home for home, names in _HOMES.items() if name in names), "transforms")
+    value = getattr(import_module(f"orbaxkit.{home}"), _HOME_NAMES.get(name, name))
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
