@@ -42,11 +42,13 @@ def read(name: str, spec: LeafSpec, source: Foreign | None = None) -> Read:
 
 
 def fill(value: Any, shape: Sequence[int] | None = None, element: Element | None = None) -> Fill:
-    """A number in a shape, or an array as it is."""
+    """A number in a shape (by itself a scalar), a string, or an array as it is."""
+    if isinstance(value, str):
+        return Fill(value, (), Element(None, "string"))
     if isinstance(value, (bool, int, float, complex)):
-        return Fill(value, tuple(shape or ()), element or Element(np.dtype(type(value))))
-    kind = "numpy" if isinstance(value, np.ndarray) else "array"
-    return Fill(Constant(value), tuple(value.shape), element or Element(value.dtype, kind))
+        return Fill(value, tuple(shape or ()), element or Element(np.dtype(type(value)), "scalar"))
+    kind = "numpy" if isinstance(value, (np.ndarray, np.generic)) else "array"
+    return Fill(Constant(value), tuple(value.shape), element or Element(np.dtype(value.dtype), kind))
 
 
 def index(x: Expr, axis: int, i: int) -> Expr:
@@ -303,8 +305,9 @@ def _moved(x: Expr, source: int, target: int) -> Expr:
 
 
 def _merged(parts: list[Expr], axis: int) -> list[Expr]:
-    """Neighbouring slices of one array become one."""
+    """Neighbouring slices of one array become one; empty slices go."""
     out: list[Expr] = []
+    parts = [p for p in parts if not (isinstance(p, Slice) and p.shape[axis] == 0)] or parts[:1]
     for part in parts:
         last = out[-1] if out else None
         if (

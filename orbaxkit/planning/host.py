@@ -39,7 +39,7 @@ def step(node: Expr, xs: tuple[np.ndarray, ...], read: Callable[[Read], np.ndarr
         case Fill(value, shape):
             return np.asarray(value.array) if isinstance(value, Constant) else np.full(shape, value, node.dtype)
         case Index():
-            return xs[0][(slice(None),) * node.axis + (node.i,)]
+            return xs[0][(*(slice(None),) * node.axis, node.i, ...)]  # the ellipsis: an array of no axes stays an array
         case Slice():
             return xs[0][(slice(None),) * node.axis + (slice(node.start, node.stop),)]
         case Stack():
@@ -53,7 +53,7 @@ def step(node: Expr, xs: tuple[np.ndarray, ...], read: Callable[[Read], np.ndarr
         case Cast():
             return cast_host(xs[0], node.to)
         case Affine():
-            return _affine(xs[0], node.scale, node.shift)
+            return np.asarray(_affine(xs[0], node.scale, node.shift))
         case MergeLora():
             return _merge_lora(node, *xs)
         case Unreplicate():

@@ -5,7 +5,20 @@ from collections.abc import Iterator
 
 from orbaxkit.errors import NotInvertibleError
 from orbaxkit.planning import expressions as ex
-from orbaxkit.planning.nodes import Affine, Cast, Concat, Expr, Index, Read, Reshape, Slice, Stack, Transpose, Unreplicate
+from orbaxkit.planning.nodes import (
+    Affine,
+    Cast,
+    Concat,
+    Expr,
+    Index,
+    MergeLora,
+    Read,
+    Reshape,
+    Slice,
+    Stack,
+    Transpose,
+    Unreplicate,
+)
 from orbaxkit.planning.numbers import is_exact_cast
 from orbaxkit.planning.plan import Output, Plan
 
@@ -85,8 +98,10 @@ def invert(plan: Plan) -> Plan:
     for name, output in plan.outputs.items():
         known.learn(output.expr, ex.read(name, plan.specs[name]))
     found = known.settle()
-    lost = [(name, _why(plan, name)) for name in plan.reads if name not in found]
+    lost = [(name, _part_text(plan, name)) for name in plan.reads if name not in found]
     if lost:
+        reasons = _losses(plan)
+        lost = [(name, reasons.get(name, text)) for name, text in lost]
         raise NotInvertibleError(
             f"{len(lost)} of the {len(plan.reads)} leaves that are read cannot be computed back",
             leaves=lost,
@@ -140,31 +155,32 @@ def _unjoined(node: Concat, value: Expr) -> Iterator[tuple[Expr, Expr]]:
         offset += size
 
 
-def _why(plan: Plan, name: str) -> str:
-    """What became of a leaf: the first reason that an output gives."""
+def _part_text(plan: Plan, name: str) -> str:
+    regions = plan.reads[name]
+    spans = ", ".join(f"{s.start}:{s.stop}" for s in regions[0])
+    return f"is read in part only: [{spans}]{' and elsewhere' if len(regions) > 1 else ''}"
+
+
+def _losses(plan: Plan) -> dict[str, str]:
+    """The first operation that each leaf goes through and that cannot be undone."""
+    losses: dict[str, str] = {}
     for output_name, output in plan.outputs.items():
-        reason = _loss(output.expr, name)
-        if reason:
-            return f"{reason} in {output_name!r}"
-    shape = [f"{s.start}:{s.stop}" for s in plan.reads[name][0]]
-    return f"is read in part only: [{', '.join(shape)}]" + (" …" if len(plan.reads[name]) > 1 else "")
+        pending: list[tuple[Expr, str | None]] = [(output.expr, None)]
+        seen: set[tuple[int, str | None]] = set()
+        while pending:
+            node, reason = pending.pop()
+            if (id(node), reason) in seen:
+                continue
+            seen.add((id(node), reason))
+            if isinstance(node, Read) and reason:
+                losses.setdefault(node.name, f"{reason} in {output_name!r}")
+            pending.extend((x, reason or _loss_at(node)) for x in node.children)
+    return losses
 
 
-def _loss(expr: Expr, name: str) -> str | None:
-    pending: list[tuple[Expr, str | None]] = [(expr, None)]
-    seen: set[tuple[int, str | None]] = set()
-    while pending:
-        node, reason = pending.pop()
-        if (id(node), reason) in seen:
-            continue
-        seen.add((id(node), reason))
-        if isinstance(node, Read) and node.name == name and node.source is None and reason:
-            return reason
-        if isinstance(node, Cast) and not is_exact_cast(node.x.dtype, node.to):
-            reason = reason or f"is rounded from {node.x.dtype} to {node.to}"
-        elif isinstance(node, Affine):
-            reason = reason or "is scaled or shifted, which rounds"
-        elif type(node).__name__ == "MergeLora":
-            reason = reason or "is merged with a LoRA update"
-        pending.extend((x, reason) for x in node.children)
-    return None
+def _loss_at(node: Expr) -> str | None:
+    if isinstance(node, Cast) and not is_exact_cast(node.x.dtype, node.to):
+        return f"is cast from {node.x.dtype} to {node.to}, which may round"
+    if isinstance(node, Affine):
+        return "is scaled or shifted, which rounds"
+    return "is merged with a LoRA update" if isinstance(node, MergeLora) else None

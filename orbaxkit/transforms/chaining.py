@@ -5,7 +5,7 @@ from typing import ClassVar
 
 from orbaxkit.errors import NotInvertibleError
 from orbaxkit.planning.plan import Plan, Transform
-from orbaxkit.transforms.rules import call_text
+from orbaxkit.transforms.rules import arguments, call_text, reason, rule_to_json
 
 
 @dataclass(frozen=True, repr=False)
@@ -15,8 +15,10 @@ class Chain:
     transforms: tuple[Transform, ...]
     verb: ClassVar[str] = "chain"
     positional: ClassVar[tuple[str, ...]] = ("transforms",)
-    variadic: ClassVar[tuple[str, ...]] = ("transforms",)
+    is_variadic: ClassVar[bool] = True
+    arguments = arguments
     __repr__ = call_text
+    to_json = rule_to_json
 
     def __call__(self, plan: Plan) -> Plan:
         """Apply each in turn."""
@@ -31,7 +33,7 @@ class Chain:
             try:
                 done.append(transform.inverse())  # type: ignore[attr-defined]
             except (NotInvertibleError, AttributeError) as error:
-                problems.append((repr(transform), str(error).split("\n")[0]))
+                problems.append((repr(transform), reason(error) if isinstance(error, NotInvertibleError) else "has no inverse()"))
         if problems:
             raise NotInvertibleError("these transforms cannot be undone", leaves=problems)
         return chain(*done)

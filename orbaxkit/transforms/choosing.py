@@ -7,7 +7,7 @@ from typing import ClassVar
 from orbaxkit.errors import NotInvertibleError, TransformError
 from orbaxkit.paths import Pattern, compile_pattern
 from orbaxkit.planning.plan import Plan
-from orbaxkit.transforms.rules import call_text, no_match
+from orbaxkit.transforms.rules import arguments, call_text, no_match, rule_to_json
 
 
 @dataclass(frozen=True, repr=False)
@@ -17,8 +17,10 @@ class Select:
     patterns: tuple[Pattern, ...]
     verb: ClassVar[str] = "select"
     positional: ClassVar[tuple[str, ...]] = ("patterns",)
-    variadic: ClassVar[tuple[str, ...]] = ("patterns",)
+    is_variadic: ClassVar[bool] = True
+    arguments = arguments
     __repr__ = call_text
+    to_json = rule_to_json
 
     def __call__(self, plan: Plan) -> Plan:
         """Keep the outputs that match."""
@@ -27,7 +29,7 @@ class Select:
 
     def inverse(self) -> "Select":
         """Refused: what was left out is not known."""
-        raise NotInvertibleError("leaves that were not selected cannot be made again", where=call_text(self))
+        raise NotInvertibleError("leaves that were not selected cannot be made again", where=repr(self))
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,8 +39,10 @@ class Drop:
     patterns: tuple[Pattern, ...]
     verb: ClassVar[str] = "drop"
     positional: ClassVar[tuple[str, ...]] = ("patterns",)
-    variadic: ClassVar[tuple[str, ...]] = ("patterns",)
+    is_variadic: ClassVar[bool] = True
+    arguments = arguments
     __repr__ = call_text
+    to_json = rule_to_json
 
     def __call__(self, plan: Plan) -> Plan:
         """Leave out the outputs that match."""
@@ -47,7 +51,7 @@ class Drop:
 
     def inverse(self) -> "Drop":
         """Refused: what was dropped is not known."""
-        raise NotInvertibleError("dropped leaves cannot be made again", where=call_text(self))
+        raise NotInvertibleError("dropped leaves cannot be made again", where=repr(self))
 
 
 def select(*patterns: "str | re.Pattern[str]") -> Select:

@@ -3,12 +3,12 @@
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from orbaxkit.errors import NotInvertibleError, OrbaxkitError, TransformError
 from orbaxkit.paths import KeyPath, Pattern, check_template, compile_pattern, expand, format_path, parse_path
 from orbaxkit.planning.plan import Plan
-from orbaxkit.transforms.rules import assemble, call_text, no_match, refuse
+from orbaxkit.transforms.rules import assemble, call_text, no_match, refuse, rule_to_json
 
 PathFunction = Callable[[str], str]
 
@@ -21,10 +21,12 @@ class Rename:
     function: PathFunction | None = None
     verb: ClassVar[str] = "rename"
 
-    def __repr__(self) -> str:
-        if self.function is not None:
-            return f"rename({getattr(self.function, '__name__', self.function)})"
-        return f"rename({ {p.text: t.text for p, t in self.rules} })"
+    __repr__ = call_text
+    to_json = rule_to_json
+
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """A function or a mapping."""
+        return [dict(self.rules) if self.function is None else self.function], {}
 
     def __call__(self, plan: Plan) -> Plan:
         """Rename every output that a rule matches."""

@@ -1,43 +1,116 @@
 """What transforms share: finding the leaves a rule means, collecting what is wrong, printing a rule as the call that made it."""
 
+import math
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
+import numpy as np
+
 from orbaxkit.errors import TransformError
-from orbaxkit.paths import KeyPath, Match, Pattern, compile_pattern, format_path, nearest
+from orbaxkit.paths import KeyPath, Match, Pattern, compile_pattern, format_path, nearest, parse_path
 from orbaxkit.planning.nodes import Expr
 from orbaxkit.planning.plan import Output, Plan
 
-Patternish = "str | re.Pattern[str]"
 Found = tuple[str, Output, Match]
 Problem = tuple[str, str]
 
 
-def call_text(rule: Any) -> str:
-    """`unstack('params/layers', into='layers_{i}')`: the call that makes this transform, without what it leaves out."""
-    positional = getattr(rule, "positional", ())
-    shown = []
+@dataclass(frozen=True)
+class Opaque:
+    """A value that is shown by its type only, and that JSON cannot hold."""
+
+    value: Any
+
+    def __repr__(self) -> str:
+        return f"<{type(self.value).__name__}>"
+
+
+def arguments(rule: Any) -> tuple[list[Any], dict[str, Any]]:
+    """The call that makes a transform: its positional arguments, and the options that are not left at their default."""
+    args: list[Any] = []
+    options: dict[str, Any] = {}
     for entry in fields(rule):
-        value = getattr(rule, entry.name)
-        default = entry.default_factory() if entry.default_factory is not MISSING else entry.default
-        if entry.name in positional:
-            many = isinstance(value, tuple) and entry.name in getattr(rule, "variadic", ())
-            shown += [_argument(v) for v in value] if many else [_argument(value)]
+        value, usual = getattr(rule, entry.name), entry.metadata.get("usual")
+        default = entry.default if usual is None else usual(rule)
+        if entry.name in rule.positional:
+            args += value if rule.is_variadic else [value]
         elif value is not default and value != default:
-            shown.append(f"{entry.name}={_argument(value)}")
+            options[entry.name] = value
+    return args, options
+
+
+def call_text(rule: Any) -> str:
+    """`unstack('params/layers', into='layers_{i}')`, as a person would write it."""
+    args, options = rule.arguments()
+    shown = [*map(_argument, args), *(f"{name}={_argument(value)}" for name, value in options.items())]
     return f"{rule.verb}({', '.join(shown)})"
 
 
 def _argument(value: Any) -> str:
-    if isinstance(value, Pattern):
-        return repr(value.regex) if value.regex is not None else repr(value.text)
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_argument(k)}: {_argument(v)}" for k, v in value.items()) + "}"
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_argument(v) for v in value) + "]"
-    return repr(value.name) if hasattr(value, "itemsize") and hasattr(value, "name") else repr(value)
+    match as_plain(value):
+        case {"regex": text}:
+            return f"re.compile({text!r})"
+        case {"mapping": pairs}:
+            return "{" + ", ".join(f"{_argument(k)}: {_argument(v)}" for k, v in pairs) + "}"
+        case {"call": inner}:
+            return str(inner)
+        case list(items):
+            return "[" + ", ".join(map(_argument, items)) + "]"
+        case str() | int() | float() | complex() | None as plain:
+            return repr(plain)
+    return getattr(value, "__name__", None) or repr(value if isinstance(value, Opaque) else Opaque(value))
+
+
+def as_plain(value: Any) -> Any:
+    """An argument as JSON can hold it; what it cannot hold comes back as it is."""
+    match value:
+        case Pattern(regex=None) as pattern:
+            return pattern.text
+        case Pattern(regex=regex):
+            return {"regex": regex.pattern, "flags": regex.flags & ~re.UNICODE}
+        case np.dtype():
+            return value.name
+        case Mapping():
+            return {"mapping": [[as_plain(k), as_plain(v)] for k, v in value.items()]}
+        case tuple() if value and all(isinstance(v, tuple) and isinstance(v[0], Pattern) for v in value):
+            return as_plain(dict(value))
+        case tuple() | list():
+            return [as_plain(v) for v in value]
+        case _ if hasattr(value, "verb"):
+            return {"call": value}
+    return value
+
+
+def rule_to_json(rule: Any) -> dict[str, Any]:
+    """A transform as plain JSON data (`transforms.from_json` reads it back).
+
+    Raises TransformError: it holds a function, an array, a tree or a checkpoint, which JSON cannot; named.
+    """
+    args, options = rule.arguments()
+    problems: list[Problem] = []
+    out = {
+        "transform": rule.verb,
+        "args": [_json_value(as_plain(arg), rule, problems) for arg in args],
+        "options": {name: _json_value(as_plain(value), rule, problems) for name, value in options.items()},
+    }
+    refuse(problems, rule, "a transform that JSON cannot hold", "build it in code, where the value is at hand")
+    return out
+
+
+def _json_value(value: Any, rule: Any, problems: list[Problem]) -> Any:
+    if isinstance(value, dict) and "call" in value:
+        return rule_to_json(value["call"])
+    if isinstance(value, dict):
+        return {key: _json_value(entry, rule, problems) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_json_value(entry, rule, problems) for entry in value]
+    if value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+        return value
+    name = getattr(value, "__qualname__", None)
+    problems.append((rule.verb, f"holds the function {name}" if callable(value) and name else f"holds {value!r}"))
+    return None
 
 
 def find(plan: Plan, pattern: Pattern, rule: Any) -> list[Found]:
@@ -54,7 +127,7 @@ def no_match(names: Iterable[str], patterns: Iterable[Pattern], rule: Any) -> Tr
     names, patterns = list(names), list(patterns)
     leaves = [(pattern.text, _suggestion(names, pattern)) for pattern in patterns]
     hint = next((h for h in (_subtree_hint(names, pattern) for pattern in patterns) if h), None)
-    return TransformError("a pattern matches no leaf", leaves=leaves, where=call_text(rule), hint=hint)
+    return TransformError("a pattern matches no leaf", leaves=leaves, where=repr(rule), hint=hint)
 
 
 def _suggestion(names: list[str], pattern: Pattern) -> str:
@@ -65,8 +138,6 @@ def _suggestion(names: list[str], pattern: Pattern) -> str:
 def _subtree_hint(names: list[str], pattern: Pattern) -> str | None:
     if pattern.regex is not None or not pattern.globs:
         return None
-    from orbaxkit.paths import parse_path
-
     below = compile_pattern(f"{pattern.text}/**")
     if any(below.match(parse_path(name)) for name in names):
         return f"{pattern.text!r} is a subtree; all leaves below it are {below.text!r}"
@@ -77,7 +148,12 @@ def refuse(problems: Iterable[Problem], rule: Any, what: str, hint: str | None =
     """Raise one error for all offenders, if there are any."""
     problems = list(problems)
     if problems:
-        raise TransformError(what, leaves=problems, where=call_text(rule), hint=hint)
+        raise TransformError(what, leaves=problems, where=repr(rule), hint=hint)
+
+
+def reason(error: TransformError) -> str:
+    """What an error says, without its hint."""
+    return str(error).split("\n")[0]
 
 
 def change_each(plan: Plan, pattern: Pattern, rule: Any, change: Callable[[Expr], Expr], hint: str | None = None) -> Plan:
@@ -94,7 +170,7 @@ def change_found(
         try:
             outputs[name] = Output(output.path, change(output.expr))
         except TransformError as error:
-            problems.append((name, str(error)))
+            problems.append((name, reason(error)))
     refuse(problems, rule, f"{rule.verb} cannot be applied to these leaves", hint)
     return plan.with_outputs(outputs)
 

@@ -12,7 +12,7 @@ from orbaxkit.paths import Pattern, compile_pattern
 from orbaxkit.planning import expressions
 from orbaxkit.planning.numbers import category, dtype_of
 from orbaxkit.planning.plan import Output, Plan
-from orbaxkit.transforms.rules import call_text, change_each, find, refuse
+from orbaxkit.transforms.rules import arguments, call_text, change_each, find, reason, refuse, rule_to_json
 
 
 @dataclass(frozen=True, repr=False)
@@ -22,11 +22,15 @@ class Cast:
     rules: tuple[tuple[Pattern | None, np.dtype], ...]
     verb: ClassVar[str] = "cast"
 
-    def __repr__(self) -> str:
-        if len(self.rules) == 1:
-            pattern, dtype = self.rules[0]
-            return f"cast({dtype.name!r}{'' if pattern is None else f', {pattern.text!r}'})"
-        return f"cast({ {p.text if p else '**': d.name for p, d in self.rules} })"
+    __repr__ = call_text
+    to_json = rule_to_json
+
+    def arguments(self) -> tuple[list[Any], dict[str, Any]]:
+        """A dtype and a pattern, or a mapping."""
+        if len(self.rules) > 1:
+            return [dict(self.rules)], {}
+        pattern, dtype = self.rules[0]
+        return [dtype] if pattern is None else [dtype, pattern], {}
 
     def __call__(self, plan: Plan) -> Plan:
         """Cast every output by the first rule that matches it."""
@@ -35,7 +39,7 @@ class Cast:
             try:
                 outputs[name] = Output(outputs[name].path, expressions.cast(outputs[name].expr, dtype))
             except TransformError as error:
-                problems.append((name, str(error)))
+                problems.append((name, reason(error)))
         hint = "cast('bfloat16') without a pattern takes floating-point leaves only; or narrow the pattern"
         refuse(problems, self, "cast cannot be applied to these leaves", hint)
         return plan.with_outputs(outputs)
@@ -65,7 +69,10 @@ class Affine:
     shift: float = 0.0
     verb: ClassVar[str] = "affine"
     positional: ClassVar[tuple[str, ...]] = ("pattern",)
+    is_variadic: ClassVar[bool] = False
+    arguments = arguments
     __repr__ = call_text
+    to_json = rule_to_json
 
     def __call__(self, plan: Plan) -> Plan:
         """Scale and shift every output that matches."""
@@ -74,7 +81,7 @@ class Affine:
     def inverse(self) -> "Affine":
         """The opposite shift and scale: exact up to rounding."""
         if self.scale == 0:
-            raise NotInvertibleError("a scale of 0 cannot be undone", where=call_text(self))
+            raise NotInvertibleError("a scale of 0 cannot be undone", where=repr(self))
         return Affine(self.pattern, 1 / self.scale, -self.shift / self.scale)
 
 
@@ -86,6 +93,8 @@ def cast(dtype: "Any | Mapping[str, Any]", pattern: "str | re.Pattern[str] | Non
     complex to real, are refused at once.
     """
     if isinstance(dtype, Mapping):
+        if not dtype:
+            raise TransformError("cast needs a rule", hint="cast({'params/**': 'bfloat16'})")
         return Cast(tuple((compile_pattern(p), dtype_of(d)) for p, d in dtype.items()))
     return Cast(((None if pattern is None else compile_pattern(pattern), dtype_of(dtype)),))
 

@@ -1,0 +1,77 @@
+"""Which subtrees are stacks of layers, seen from shapes alone."""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from orbaxkit.paths import KeyPath, format_path
+from orbaxkit.specs import LeafSpec, Specs
+
+
+@dataclass(frozen=True, slots=True)
+class Scanned:
+    """A subtree that looks scanned over layers: `candidates` are the axes it can be, each with its number of layers.
+
+    One candidate is what `unstack` takes when no axis is named; of several one must be named.
+    """
+
+    path: str
+    leaves: int
+    candidates: tuple[tuple[int, int], ...]
+
+    @property
+    def axis(self) -> int | None:
+        """The layer axis, where only one can be it."""
+        return self.candidates[0][0] if len(self.candidates) == 1 else None
+
+    @property
+    def layers(self) -> int | None:
+        """How many layers, where the axis is known."""
+        return self.candidates[0][1] if len(self.candidates) == 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.path}: {candidates_text(self.candidates)}"
+
+
+def axis_candidates(shapes: Iterable[Sequence[int]]) -> tuple[tuple[int, int], ...]:
+    """Axes, counted from the front, that every shape has with one same size: `(axis, size)`.
+
+    >>> axis_candidates([(8, 4, 16), (8, 4)])
+    ((0, 8), (1, 4))
+    """
+    shapes = list(shapes)
+    least = min((len(shape) for shape in shapes), default=0)
+    return tuple((a, shapes[0][a]) for a in range(least) if len({shape[a] for shape in shapes}) == 1)
+
+
+def candidates_text(candidates: Iterable[tuple[int, int]]) -> str:
+    """`axis 0 (8 layers) or axis 1 (4 layers)`."""
+    return " or ".join(f"axis {axis} ({size} layers)" for axis, size in candidates) or "no axis"
+
+
+def find_scanned(specs: Specs) -> list[Scanned]:
+    """The outermost subtrees whose leaves share a layer axis, by the rule by which `unstack` infers it.
+
+    Shapes alone cannot tell a scanned subtree from layers that happen to agree, so only clear cases are reported: at
+    least three arrays, not all of one rank, each with an axis left once the layer axis is gone, and two layers or more.
+    """
+    below: dict[KeyPath, list[LeafSpec]] = {}
+    for name, spec in specs.leaves.items():
+        if spec.kind in ("array", "numpy", "scalar"):
+            path = specs.paths[name]
+            for k in range(1, len(path)):
+                below.setdefault(path[:k], []).append(spec)
+    found: dict[KeyPath, Scanned] = {}
+    for path in sorted(below, key=len):
+        if any(path[:k] in found for k in range(1, len(path))):
+            continue
+        candidates = _clear_candidates([spec.shape for spec in below[path]])
+        if candidates:
+            found[path] = Scanned(format_path(path), len(below[path]), candidates)
+    return [found[path] for path in below if path in found]
+
+
+def _clear_candidates(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
+    ranks = {len(shape) for shape in shapes}
+    if len(shapes) < 3 or len(ranks) == 1 or min(ranks) < 2:
+        return ()
+    return tuple((axis, size) for axis, size in axis_candidates(shapes) if size > 1)
