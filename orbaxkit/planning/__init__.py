@@ -10,3 +10,5 @@ from orbaxkit.planning.plan import Plan as Plan
 from orbaxkit.planning.plan import Transform as Transform
 from orbaxkit.planning.plan import compose as compose
 from orbaxkit.planning.plan import make_plan as make_plan
+from orbaxkit.planning.scanned import Scanned as Scanned
+from orbaxkit.planning.scanned import find_scanned as find_scanned

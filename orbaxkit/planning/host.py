@@ -112,15 +112,15 @@ def working_dtype(dtype: np.dtype) -> np.dtype:
 def _merge_lora(node: MergeLora, w: np.ndarray, a: np.ndarray, b: np.ndarray) -> np.ndarray:
     wide = working_dtype(w.dtype)
     with np.errstate(all="ignore"):
-        delta = lora_delta(np, node.form, a.astype(wide), b.astype(wide))
+        delta = lora_delta(np.matmul, node.form, a.astype(wide), b.astype(wide))
         return (w.astype(wide) + wide.type(node.scale) * delta).astype(w.dtype)
 
 
-def lora_delta(xnp: Any, form: str, a: Any, b: Any) -> Any:
+def lora_delta(matmul: Callable[[Any, Any], Any], form: str, a: Any, b: Any) -> Any:
     """`dW` of a LoRA pair: `a @ b`, or with openpi's attn_vec_einsum `a[..., n, h, l] * sum over m of b[..., m, l, d]`."""
     if form == "summed_heads":
         b = b.sum(-3, keepdims=True)
-    return xnp.matmul(a, b)
+    return matmul(a, b)
 
 
 def _the_copy(node: Unreplicate, x: np.ndarray) -> np.ndarray:

@@ -20,7 +20,7 @@ class Output:
     expr: Expr
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
     """What to make of a source's leaves: `outputs` by the text of their paths.
 
@@ -111,6 +111,46 @@ class Plan:
         from orbaxkit.planning.inversion import invert
 
         return invert(self)
+
+    def as_function(self) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+        """One pure function from the source's arrays to the outputs, both by path, for use inside `jax.jit`.
+
+        Strings and empty nodes are left out. Bit for bit what an executor makes, for layout operations and casts.
+
+        Raises TransformError: casts or replicas whose values must be checked, and fills from files, which no traced
+        function can do; when called, arrays that are missing or not those of the plan.
+        """
+        from orbaxkit.planning.traced import as_function
+
+        return as_function(self)
+
+    def describe(self, *, most: int = 40) -> str:
+        """Lines for people: `=` kept, `~` changed with its expression, `+` filled, `-` dropped, and bytes.
+
+        Layers that are alike fold into one line; at most `most` lines of each kind are shown.
+        """
+        from orbaxkit.planning.printing import plan_text
+
+        return plan_text(self, most)
+
+    def __str__(self) -> str:
+        return self.describe()
+
+    def __repr__(self) -> str:
+        return f"<Plan: {len(self.source):,} leaves -> {len(self.outputs):,}>"
+
+    def to_json(self) -> dict[str, Any]:
+        """The plan as plain JSON data. Raises TransformError: it holds arrays or other sources, all named."""
+        from orbaxkit.planning.wire import plan_to_json
+
+        return plan_to_json(self)
+
+    @staticmethod
+    def from_json(data: Mapping[str, Any]) -> "Plan":
+        """What `to_json` wrote. Raises TransformError: it is not a plan."""
+        from orbaxkit.planning.wire import plan_from_json
+
+        return plan_from_json(data)
 
     def then(self, other: "Plan") -> "Plan":
         """This plan followed by one whose source is what this one makes."""

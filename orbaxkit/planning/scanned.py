@@ -51,8 +51,9 @@ def candidates_text(candidates: Iterable[tuple[int, int]]) -> str:
 def find_scanned(specs: Specs) -> list[Scanned]:
     """The outermost subtrees whose leaves share a layer axis, by the rule by which `unstack` infers it.
 
-    Shapes alone cannot tell a scanned subtree from layers that happen to agree, so only clear cases are reported: at
-    least three arrays, not all of one rank, each with an axis left once the layer axis is gone, and two layers or more.
+    Shapes alone cannot tell a scanned subtree from layers that happen to agree, so only clear cases are reported: arrays
+    not all of one rank, each with an axis left once the layer axis is gone, two layers or more, and of two arrays alone
+    (a gated MLP: `[2, d, f]` and `[f, d]`) only those that agree on axis 0.
     """
     below: dict[KeyPath, list[LeafSpec]] = {}
     for name, spec in specs.leaves.items():
@@ -64,14 +65,15 @@ def find_scanned(specs: Specs) -> list[Scanned]:
     for path in sorted(below, key=len):
         if any(path[:k] in found for k in range(1, len(path))):
             continue
-        candidates = _clear_candidates([spec.shape for spec in below[path]])
+        candidates = _clear_candidates(below[path])
         if candidates:
             found[path] = Scanned(format_path(path), len(below[path]), candidates)
     return [found[path] for path in below if path in found]
 
 
-def _clear_candidates(shapes: list[tuple[int, ...]]) -> tuple[tuple[int, int], ...]:
-    ranks = {len(shape) for shape in shapes}
-    if len(shapes) < 3 or len(ranks) == 1 or min(ranks) < 2:
+def _clear_candidates(specs: list[LeafSpec]) -> tuple[tuple[int, int], ...]:
+    ranks = {len(spec.shape) for spec in specs if spec.dtype is None or spec.dtype.kind not in "biu"}
+    if len(ranks) < 2 or min(ranks) < 2:
         return ()
-    return tuple((axis, size) for axis, size in axis_candidates(shapes) if size > 1)
+    found = tuple((axis, size) for axis, size in axis_candidates(spec.shape for spec in specs) if size > 1)
+    return found if len(specs) > 2 or (found and found[0][0] == 0) else ()
