@@ -1,0 +1,7 @@
+"""`python -m orbaxkit`."""
+
+import sys
+
+from orbaxkit.cli import main
+
+sys.exit(main())
