@@ -3,9 +3,10 @@
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from orbaxkit._apply import apply
     from orbaxkit._checkpoint import Checkpoint
     from orbaxkit._checkpoint import open_checkpoint as open
-    from orbaxkit._restore import apply, restore, restore_params
+    from orbaxkit._restore import restore, restore_params
     from orbaxkit.errors import (
         CheckpointError,
         CheckpointWarning,
@@ -73,8 +74,9 @@ __all__ = [
 
 # Where public names live when it is not `transforms`; they load on first use, so that importing orbaxkit costs nothing.
 _HOMES = {
+    "_apply": ("apply",),
     "_checkpoint": ("Checkpoint", "open"),
-    "_restore": ("apply", "restore", "restore_params"),
+    "_restore": ("restore", "restore_params"),
     "errors": (
         "CheckpointError",
         "CheckpointWarning",

@@ -217,7 +217,7 @@ def describe_slots(specs: Specs) -> list[str]:
 
 
 def _count_params(specs: Specs, params: KeyPath | None) -> int | None:
-    if params is None:
+    if params is None or params[-1:] != ("params",):  # elsewhere, statistics may lie among the params
         return None
     return sum(specs.leaves[name].parameters > 0 for name, path in specs.paths.items() if path[: len(params)] == params)
 
@@ -232,5 +232,8 @@ def _describe(slot: Slot, specs: Specs, params: int | None) -> str:
     count = len(mirrored_params(specs, slot))
     of = "" if params is None or params <= count else f" of {params:,}"
     sizes = [sum(specs.leaves[name].size for name in names) for names in main.values()]
-    each = f"{sizes[0]:,} values each" if len(set(sizes)) == 1 else f"{' + '.join(f'{n:,}' for n in sizes)} values"
-    return f"{text}: {held} {count:,}{of} param{'s' * (count != 1 or bool(of))}, {each}"
+    if len(set(sizes)) == 1:
+        values = f"{sizes[0]:,} values{' each' * (len(sizes) > 1)}"
+    else:
+        values = f"{' + '.join(f'{size:,}' for size in sizes)} values"
+    return f"{text}: {held} {count:,}{of} param{'s' * (count != 1 or bool(of))}, {values}"

@@ -118,7 +118,7 @@ def test_wrappers_show_their_inner_states():
         "opt_state/inner_states/x masked-like (inner_state)",
         "opt_state/inner_states/x/inner_state/0 Adam-like (count, mu, nu): moments for 1 of 2 params, 32 values each",
         "opt_state/inner_states/y masked-like (inner_state)",
-        "opt_state/inner_states/y/inner_state/0 momentum-like (trace): moments for 1 of 2 params, 32 values each",
+        "opt_state/inner_states/y/inner_state/0 momentum-like (trace): moments for 1 of 2 params, 32 values",
     ]
 
 

@@ -16,10 +16,9 @@ SHOWN_STATES = 12
 def header(checkpoint: Any) -> list[tuple[str, str]]:
     """Rows of a label and a text; a label may repeat, and what is unknown or as usual is left out."""
     layout, specs = checkpoint.layout, checkpoint.specs
-    rows = [
-        ("path", layout.path),
-        ("format", ", ".join(filter(None, (layout.format, checkpoint.writer)))),
-    ]
+    rows = [("path", layout.path), ("format", layout.format)]
+    if checkpoint.writer and checkpoint.writer != layout.format:
+        rows.append(("written by", checkpoint.writer))
     rows += _step_rows(layout)
     rows.append(("items" if len(checkpoint.items) > 1 else "item", ", ".join(checkpoint.items)))
     if layout.other_items:

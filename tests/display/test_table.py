@@ -125,9 +125,10 @@ def test_the_header_says_what_the_files_tell():
         other_items={"assets": "/a"},
     )
     lines = render(Opened(SMALL, facts, ("the saved devices are unknown",))).split("\n")
-    assert lines[:9] == [
+    assert lines[:10] == [
         "path         /runs/pi0",
-        "format       orbax, orbax-checkpoint 0.11.20 or later",
+        "format       orbax",
+        "written by   orbax-checkpoint 0.11.20 or later",
         "step         20",
         "steps        10, 20",
         "unfinished   30.orbax-checkpoint-tmp",
