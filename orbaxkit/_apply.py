@@ -1,0 +1,104 @@
+"""Apply transforms to arrays in memory."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+
+from orbaxkit.errors import TransformError
+from orbaxkit.execute.gather import Gather
+from orbaxkit.execute.kernels import evaluate, must_see_values
+from orbaxkit.execute.pieces import full
+from orbaxkit.planning import Expr, Output, Plan, Transform, make_plan
+from orbaxkit.planning.host import evaluate as evaluate_on_host
+from orbaxkit.planning.nodes import Fill, Read, reads_of
+from orbaxkit.growing import Grown, regrow
+from orbaxkit.trees import Target, flatten
+
+
+def apply(tree: Any, *transforms: Transform) -> Any:
+    """Apply transforms to a tree in memory and return the same kinds of containers with the new leaves.
+
+    Leaves that only move are the same objects; jax arrays are computed by jitted kernels where they lie, numpy arrays by
+    numpy, and descriptions (`jax.ShapeDtypeStruct`) give descriptions. The tree itself is unchanged.
+
+    Raises:
+        TransformError: a rule cannot be applied to these leaves.
+        TargetError: the result has leaves for which a container (a TrainState, a NamedTuple) has no place.
+
+    >>> import jax.numpy as jnp
+    >>> ok.apply({"layers": {"w": jnp.ones((2, 3))}}, ok.unstack("layers", into="layers_{i}", axis=0)).keys()
+    dict_keys(['layers_0', 'layers_1'])
+    """
+    target = flatten(tree)
+    plan = make_plan(target.specs, *transforms)
+    values = _values(plan, target)
+    grown = [Grown(output.path, values[name], _origin(output.expr, target)) for name, output in plan.outputs.items()]
+    if [(g.path, g.origin and g.origin.path) for g in grown] == [(leaf.path, leaf.path) for leaf in target.leaves.values()]:
+        return target.rebuild(values)
+    return regrow(tree, grown)
+
+
+def _origin(expr: Expr, target: Target) -> Any:
+    reads = [read for read in reads_of(expr) if read.source is None]
+    return target.leaves[reads[0].name] if reads else None
+
+
+def _values(plan: Plan, target: Target) -> dict[str, Any]:
+    """Each output in the way its inputs ask for."""
+    values: dict[str, Any] = {}
+    on_devices: dict[str, Output] = {}
+    for name, output in plan.outputs.items():
+        inputs = [target.leaves[read.name] for read in reads_of(output.expr) if read.source is None]
+        if isinstance(output.expr, Read) and output.expr.source is None:
+            values[name] = inputs[0].value
+        elif any(leaf.is_abstract for leaf in inputs):
+            values[name] = _described(plan, name, target)
+        elif not any(isinstance(leaf.value, jax.Array) for leaf in inputs) or must_see_values(output.expr):
+            host = evaluate_on_host(output.expr, lambda read: _host_value(read, target))
+            values[name] = jax.device_put(host) if any(isinstance(leaf.value, jax.Array) for leaf in inputs) else host
+        else:
+            on_devices[name] = output
+    return values | _computed(on_devices, target)
+
+
+def _described(plan: Plan, name: str, target: Target) -> Any:
+    function = plan.with_outputs({name: plan.outputs[name]}).as_function()
+    leaves = {read.name: target.leaves[read.name].value for read in reads_of(plan.outputs[name].expr)}
+    return jax.eval_shape(function, leaves)[name]
+
+
+def _computed(outputs: Mapping[str, Output], target: Target) -> dict[str, Any]:
+    if not outputs:
+        return {}
+    exprs = [output.expr for output in outputs.values()]
+    given = {id(leaf): _device_value(leaf, target) for expr in exprs for leaf in _leaf_nodes(expr)}
+    return dict(zip(outputs, evaluate(exprs, given, [None] * len(exprs)), strict=True))
+
+
+def _leaf_nodes(expr: Expr) -> list[Read]:
+    found: dict[int, Read] = {}
+    pending = [expr]
+    while pending:
+        node = pending.pop()
+        if isinstance(node, Read):
+            found[id(node)] = node
+        pending.extend(node.children)
+    return list(found.values())
+
+
+def _device_value(read: Read, target: Target) -> jax.Array:
+    value = target.leaves[read.name].value if read.source is None else _host_value(read, target)
+    return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value, read.dtype))
+
+
+def _host_value(read: Read, target: Target) -> np.ndarray:
+    if read.source is None:
+        value = target.leaves[read.name].value
+        return np.asarray(jax.random.key_data(value) if read.kind == "key" else value)
+    hosts: list[np.ndarray] = []
+    gather = Gather(read.source.source)
+    gather.want(read, full(read.shape), hosts.append)
+    gather.run()
+    return hosts.pop()

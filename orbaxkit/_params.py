@@ -1,0 +1,101 @@
+"""Where the params are in a tree, from its paths alone."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+from orbaxkit.errors import CheckpointError
+from orbaxkit.paths import KeyPath, Segment, format_path
+from orbaxkit.specs import Specs
+
+Which = Literal["ema", "raw"]
+
+_OPTIMIZER_NAMES = {"opt_state", "opt_states", "optimizer", "optimizer_state", "opt", "optim"}
+_EMA_NAMES = {"ema_params", "params_ema", "ema", "ema_state"}
+_BOOKKEEPING = {"step", "rng", "rngs", "key", "metrics", "epoch", "dropout_rng", "dropout_key"}
+
+
+@dataclass(frozen=True)
+class FoundParams:
+    """A subtree that holds params, whether it is an average of them, and why it was taken for params."""
+
+    path: KeyPath
+    is_ema: bool
+    why: str
+
+    def __str__(self) -> str:
+        return f"{format_path(self.path) or '(the whole tree)'}: {self.why}"
+
+
+def find_params(specs: Specs, which: Which | None = None) -> FoundParams:
+    """The one subtree that holds the params.
+
+    Looks for nodes named `params` outside optimizer states (`params/params` is followed down), then for the one subtree
+    beside an optimizer, then takes a tree without an optimizer whole. Raises CheckpointError, listing the candidates,
+    where that leaves none or several; `which` settles an average against the live params.
+    """
+    paths = [specs.paths[name] for name, spec in specs.items() if spec.kind != "empty"]
+    named = _named_params(paths)
+    candidates = named or _beside_optimizer(paths)
+    if which is not None:
+        candidates = [found for found in candidates if found.is_ema == (which == "ema")]
+    if len(candidates) == 1:
+        return candidates[0]
+    if not candidates:
+        tops = list(dict.fromkeys(format_path(path[:1]) for path in paths))
+        what = "no params in this checkpoint" if which is None else f"no {which} params in this checkpoint"
+        raise CheckpointError(
+            what + f"; at its top: {', '.join(tops[:8]) or 'nothing'}",
+            hint='name the subtree yourself: ok.restore(path, ok.select("…/**"))',
+        )
+    both = {found.is_ema for found in candidates} == {True, False}
+    raise CheckpointError(
+        "several subtrees could be the params",
+        leaves=[(format_path(found.path), found.why) for found in candidates],
+        hint='say which="ema" or which="raw"' if both else 'name one: ok.restore(path, ok.select("…/**")), or item=…',
+    )
+
+
+def is_in_optimizer(path: KeyPath) -> bool:
+    """Whether a path leads through an optimizer's state."""
+    return any(segment in _OPTIMIZER_NAMES for segment in path)
+
+
+def _named_params(paths: list[KeyPath]) -> list[FoundParams]:
+    """Nodes called params or ema_params…, outside optimizers and outside one another."""
+    found: dict[KeyPath, bool] = {}
+    for path in paths:
+        for depth, segment in enumerate(path[:-1]):
+            if segment in _OPTIMIZER_NAMES:
+                break
+            if segment == "params" or segment in _EMA_NAMES:
+                found[path[: depth + 1]] = segment in _EMA_NAMES
+                break
+    return [_named(path, is_ema, paths, ("train_state", "params") in found) for path, is_ema in found.items()]
+
+
+def _named(path: KeyPath, is_ema: bool, paths: list[KeyPath], in_train_state: bool) -> FoundParams:
+    at = _descend(path, paths)
+    if path == ("params",) and in_train_state:  # as openpi saves a run with an average
+        return FoundParams(at, True, "the params item beside a train state with its own: the averaged (EMA) copy")
+    return FoundParams(at, is_ema, "averaged (EMA) params, by name" if is_ema else "params, by name")
+
+
+def _descend(path: KeyPath, paths: list[KeyPath]) -> KeyPath:
+    """Follow `params/params` (Linen variables, openpi's params item) down."""
+    children = _children(paths, path)
+    return _descend((*path, "params"), paths) if "params" in children else path
+
+
+def _children(paths: Iterable[KeyPath], prefix: KeyPath) -> list[Segment]:
+    depth = len(prefix)
+    return list(dict.fromkeys(path[depth] for path in paths if len(path) > depth and path[:depth] == prefix))
+
+
+def _beside_optimizer(paths: list[KeyPath]) -> list[FoundParams]:
+    """The first-level subtrees without an optimizer inside, where another has one; else the whole tree."""
+    if not any(is_in_optimizer(path) for path in paths):
+        return [FoundParams((), False, "a tree without an optimizer is taken whole")] if paths else []
+    with_optimizer = {path[0] for path in paths if is_in_optimizer(path)}
+    rest = [top for top in _children(paths, ()) if top not in with_optimizer and top not in _BOOKKEEPING]
+    return [FoundParams((top,), False, "the subtree beside the optimizer") for top in rest]

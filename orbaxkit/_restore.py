@@ -1,0 +1,189 @@
+"""Restore: open, plan, check against the target, read."""
+
+import logging
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from orbaxkit._checkpoint import Checkpoint, open_checkpoint
+from orbaxkit._params import Which, find_params
+from orbaxkit.errors import TargetError
+from orbaxkit.execute.devices import run
+from orbaxkit.paths import KeyPath, format_path
+from orbaxkit.planning import Plan, Transform, make_plan
+from orbaxkit.planning.target import Leniency, fit
+from orbaxkit.specs import LeafSpec, nest
+from orbaxkit.transforms import cast, rename, select
+from orbaxkit.trees import Target, TargetLeaf, as_leaf, flatten
+
+log = logging.getLogger("orbaxkit")
+
+StripValue = Literal["auto"] | bool
+
+
+def restore(
+    checkpoint: Any,
+    *transforms: Transform,
+    target: Any = None,
+    dtype: Any = None,
+    sharding: Any = None,
+    as_numpy: bool = False,
+    strip_value: StripValue = False,
+    on_missing: Literal["error", "keep"] = "error",
+    on_unexpected: Literal["error", "ignore"] = "error",
+    on_shape_mismatch: Literal["error", "keep"] = "error",
+    step: int | None = None,
+    item: str | None = None,
+) -> Any:
+    """Restore a checkpoint's tree, or what `transforms` make of it, into `target`'s containers or nested dicts and lists.
+
+    Without a target, jax arrays go whole to the default device (or under `sharding`: one for all arrays, or a function of
+    path and spec), numpy arrays and numbers stay what they were saved as. With a target, its leaves (arrays or
+    `jax.ShapeDtypeStruct`) decide shapes, dtypes and shardings. `as_numpy` gives host arrays and touches no device.
+
+    Args:
+        checkpoint: a path, a `CheckpointManager` or what `ok.open` returned.
+        dtype: casts every floating-point array; naming it is the consent to round.
+        strip_value: "auto" drops the `value` level that nnx and boxed params have where it is the only child.
+        on_missing, on_shape_mismatch: "keep" keeps the target's concrete value for such leaves.
+        on_unexpected: "ignore" leaves what the target lacks unread.
+
+    Raises:
+        CheckpointError: it cannot be opened, or data is missing or damaged.
+        TargetError: the plan's leaves and the target's disagree, or a value does not survive its target's dtype.
+
+    >>> state = ok.restore("runs/pi0", target=state)  # doctest: +SKIP
+    """
+    ckpt = open_checkpoint(checkpoint, step=step, item=item)
+    plan = make_plan(ckpt, *transforms)
+    leniency = Leniency(on_missing, on_unexpected, on_shape_mismatch)
+    if dtype is not None:
+        plan = cast(dtype)(plan)
+    if target is None:
+        return _restore_free(ckpt, _strip(plan) if strip_value else plan, sharding, as_numpy)
+    return _restore_into(ckpt, plan, target, leniency, as_numpy, bool(strip_value))
+
+
+def restore_params(
+    checkpoint: Any,
+    *,
+    target: Any = None,
+    which: Which | None = None,
+    dtype: Any = None,
+    sharding: Any = None,
+    as_numpy: bool = False,
+    strip_value: StripValue = "auto",
+    on_missing: Literal["error", "keep"] = "error",
+    on_unexpected: Literal["error", "ignore"] = "error",
+    on_shape_mismatch: Literal["error", "keep"] = "error",
+    step: int | None = None,
+    item: str | None = None,
+) -> Any:
+    """Restore the params alone, wherever they are in the tree; the bytes of everything else stay unread.
+
+    Finds `params`, `params/params`, an item of that name, a model beside an optimizer, or a bare tree of params, and logs
+    which it took and why. The result, like `target`, is the params tree itself. Other arguments as in `restore`.
+
+    Args:
+        which: "ema" or "raw", where a checkpoint has averaged and live params.
+
+    Raises:
+        CheckpointError: there are no params, or several subtrees could be them; all are listed.
+
+    >>> params = ok.restore_params("runs/pi0")  # doctest: +SKIP
+    """
+    ckpt = open_checkpoint(checkpoint, step=step, item=item)
+    found = find_params(ckpt.specs, which)
+    log.info("params taken from %s", found)
+    return restore(
+        ckpt, *_moved_to_root(found.path), target=target, dtype=dtype, sharding=sharding, as_numpy=as_numpy, strip_value=strip_value,
+        on_missing=on_missing, on_unexpected=on_unexpected, on_shape_mismatch=on_shape_mismatch,
+    )  # fmt: skip
+
+
+def _moved_to_root(path: KeyPath) -> tuple[Transform, ...]:
+    text = format_path(path)
+    return (select(f"{text}/**"), rename({f"{text}/**": "**"})) if path else ()
+
+
+def _strip(plan: Plan) -> Plan:
+    """Drop the `value` level of leaves where it is the only child of its parent."""
+    children = Counter(path for path, _ in {(o.path[:i], o.path[i]) for o in plan.outputs.values() for i in range(len(o.path))})
+    outputs = {}
+    for output in plan.outputs.values():
+        is_box = output.path[-1:] == ("value",) and children[output.path[:-1]] == 1
+        path = output.path[:-1] if is_box and len(output.path) > 1 else output.path
+        outputs[format_path(path)] = replace(output, path=path)
+    return plan.with_outputs(outputs)
+
+
+def _restore_free(ckpt: Checkpoint, plan: Plan, sharding: Any, as_numpy: bool) -> Any:
+    """Without a target: nested dicts and lists, arrays where they belong by kind."""
+    placements = {
+        name: None if as_numpy or spec.kind == "numpy" else _sharding_for(sharding, name, spec)
+        for name, spec in plan.specs.items()
+        if spec.kind in ("array", "numpy", "key")
+    }
+    values = _run(ckpt, plan, placements)
+    return nest(((plan.specs.paths[name], value) for name, value in values.items()), plan.containers)
+
+
+def _sharding_for(sharding: Any, name: str, spec: LeafSpec) -> Sharding:
+    if sharding is None:
+        return SingleDeviceSharding(jax.devices()[0])
+    return sharding if isinstance(sharding, Sharding) else sharding(name, spec)
+
+
+def _restore_into(
+    ckpt: Checkpoint, plan: Plan, tree: Any, leniency: Leniency, as_numpy: bool, strip_value: bool
+) -> Any:
+    """With a target: check all of it, read what fills it, rebuild its containers."""
+    target = flatten(tree)
+    fitted = fit(plan.specs, target, leniency, strip_value=strip_value)
+    outputs = {name: plan.outputs[source] for name, source in fitted.filled.items()}
+    filled = plan.with_outputs(outputs)
+    placements = {name: _target_placement(target.leaves[name], as_numpy) for name in outputs}
+    values = _run(ckpt, filled, placements)
+    kept = {name: target.leaves[name].value for name in fitted.kept}
+    return target.rebuild(kept | _as_wanted(values, target, placements))
+
+
+def _target_placement(leaf: TargetLeaf, as_numpy: bool) -> Sharding | None:
+    if as_numpy or leaf.spec.kind not in ("array", "key"):
+        return None
+    return leaf.sharding if leaf.sharding is not None else _sharding_for(None, "", leaf.spec)
+
+
+def _as_wanted(values: Mapping[str, Any], target: Target, placements: Mapping[str, Any]) -> dict[str, Any]:
+    """Numbers take the type of their target where their value survives; every one that does not is an error."""
+    out, lost = {}, []
+    for name, value in values.items():
+        leaf = target.leaves[name]
+        try:
+            out[name] = _as_wanted_leaf(value, leaf, placements[name])
+        except (ValueError, TypeError, OverflowError):
+            lost.append((name, f"the value {value!r} does not survive as {leaf.spec}"))
+    if lost:
+        raise TargetError("the target's types cannot hold these numbers", leaves=lost, hint="give the target a wider dtype there")
+    return out
+
+
+def _as_wanted_leaf(value: Any, leaf: TargetLeaf, sharding: Sharding | None) -> Any:
+    is_number = isinstance(value, (bool, int, float, complex, np.generic))
+    if not is_number and leaf.spec.kind != "scalar":
+        return value
+    host = as_leaf(value, leaf)
+    if sharding is None:
+        return host
+    return jax.device_put(host, sharding)
+
+
+def _run(ckpt: Checkpoint, plan: Plan, placements: Mapping[str, Any]) -> dict[str, Any]:
+    for note in ckpt.notes:
+        log.info("%s: %s", ckpt.path, note)
+    return run(plan, ckpt.source, placements)

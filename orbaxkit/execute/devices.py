@@ -1,0 +1,178 @@
+"""Run a plan: read what each output needs, once, into host arrays or sharded device arrays."""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Sharding, SingleDeviceSharding
+
+from orbaxkit.errors import TargetError
+from orbaxkit.execute.gather import Gather
+from orbaxkit.execute.kernels import evaluate, must_see_values
+from orbaxkit.execute.pieces import full, is_gathered
+from orbaxkit.execute.pullback import pull_back
+from orbaxkit.execute.reading import check_memory, check_readable
+from orbaxkit.formats import Source
+from orbaxkit.planning import Expr, Plan, fold
+from orbaxkit.planning.host import step as host_step
+from orbaxkit.planning.nodes import Read
+from orbaxkit.planning.regions import Spans
+from orbaxkit.specs import LeafSpec, Specs
+
+# Where an output goes: a sharding, or None for a host array.
+Placements = Mapping[str, Sharding | None]
+
+_EMPTY = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple, "NamedTuple": tuple}
+
+
+def run(plan: Plan, source: Source, placements: Placements) -> dict[str, Any]:
+    """Every output of `plan`, read from `source`: host arrays, device arrays under their shardings, numbers, strings.
+
+    Raises CheckpointError before any read where data is missing or would not fit in memory, TargetError where a 64-bit
+    array would be narrowed because jax has 64-bit types switched off.
+    """
+    specs = plan.specs
+    _refuse_narrowing(specs, placements)
+    check_readable(plan, source)
+    check_memory(sum(spec.nbytes for spec in specs.values()))
+    values = _gathered(plan, specs, source, placements)
+    for group in plan.groups:
+        computed = [name for name in group if name not in values]
+        if computed:
+            values |= _computed(plan, computed, source, placements)
+    return {name: values[name] for name in plan.outputs}
+
+
+def _gathered(plan: Plan, specs: Specs, source: Source, placements: Placements) -> dict[str, Any]:
+    """The outputs that need no kernel."""
+    finish: dict[str, Callable[[], Any]] = {}
+    gather = Gather(source)
+    for name, output in plan.outputs.items():
+        if specs[name].kind in ("scalar", "string", "empty") and isinstance(output.expr, Read):
+            finish[name] = _number(source, output.expr, specs[name])
+        elif is_gathered(output.expr):
+            finish[name] = want(gather, output.expr, placements.get(name))
+    gather.run()
+    return {name: done() for name, done in finish.items()}
+
+
+def _computed(plan: Plan, names: list[str], source: Source, placements: Placements) -> dict[str, Any]:
+    """A group of outputs that share what they read: on the devices where they belong, or on the host."""
+    values = {}
+    for name in names:
+        expr, sharding = plan.outputs[name].expr, placements.get(name)
+        if sharding is None or must_see_values(expr):
+            host = _on_host(expr, source)
+            values[name] = host if sharding is None else jax.device_put(host, sharding)
+    rest = [name for name in names if name not in values]
+    return values | _on_devices({name: (plan.outputs[name].expr, placements[name]) for name in rest}, source)
+
+
+def _on_host(expr: Expr, source: Source) -> np.ndarray:
+    gather = Gather(source)
+    inputs = {id(node): want(gather, node, None) for node, _ in _inputs(expr, None)}
+    gather.run()
+    done = {key: finish() for key, finish in inputs.items()}
+    return np.asarray(fold([expr], lambda node, xs: host_step(node, xs, _no_read), done)[0])
+
+
+def _on_devices(wanted: Mapping[str, tuple[Expr, Sharding]], source: Source) -> dict[str, Any]:
+    """Read the gathered parts under shardings pulled back from the outputs', run the kernels, free what was read."""
+    gather = Gather(source)
+    finish: dict[tuple[int, Sharding], Callable[[], Any]] = {}
+    sharing: dict[tuple[tuple[int, Sharding], ...], list[str]] = {}
+    for name, (expr, sharding) in wanted.items():
+        inputs = _inputs(expr, sharding)
+        sharing.setdefault(tuple((id(node), inner) for node, inner in inputs), []).append(name)
+        for node, inner in inputs:
+            if (id(node), inner) not in finish:
+                finish[id(node), inner] = want(gather, node, inner)
+    gather.run()
+    arrays = {key: done() for key, done in finish.items()}
+    values: dict[str, Any] = {}
+    for keys, names in sharing.items():
+        exprs, shardings = zip(*(wanted[name] for name in names), strict=True)
+        given = {key[0]: arrays[key] for key in keys}
+        values |= zip(names, evaluate(exprs, given, shardings), strict=True)
+    for array in arrays.values():
+        array.delete()
+    return values
+
+
+def _inputs(expr: Expr, sharding: Sharding | None) -> list[tuple[Expr, Any]]:
+    """The largest gathered parts of an expression, each with the sharding that it is wanted under."""
+    if is_gathered(expr):
+        return [(expr, sharding)]
+    inner = [None] * len(expr.children) if sharding is None else pull_back(expr, sharding)
+    return [found for x, s in zip(expr.children, inner, strict=True) for found in _inputs(x, s)]
+
+
+def _no_read(leaf: Read) -> np.ndarray:
+    raise AssertionError(f"{leaf.name} is read by the gather")
+
+
+def _number(source: Source, read: Expr, spec: LeafSpec) -> Callable[[], Any]:
+    if spec.kind == "empty":
+        return _EMPTY[str(spec.empty)]
+    held = source if read.source is None else read.source.source
+    return lambda: held.value(read.name)
+
+
+def want(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callable[[], Any]:
+    """Ask for an array, whole on the host or in the parts that the local devices hold; call the result once it is read."""
+    if expr.kind == "key":
+        return _want_keys(gather, expr, sharding)
+    if sharding is None:
+        hosts: list[np.ndarray] = []
+        gather.want(expr, full(expr.shape), hosts.append)
+        return hosts.pop
+    devices_of: dict[Spans, list[Any]] = {}
+    for device, index in sharding.addressable_devices_indices_map(expr.shape).items():
+        devices_of.setdefault(_spans(index, expr.shape), []).append(device)
+    shards: list[Any] = []
+
+    def place(host: np.ndarray, devices: list[Any]) -> None:
+        shards.extend(jax.device_put(host, _on(device, sharding)) for device in devices)
+
+    for part, devices in devices_of.items():
+        gather.want(expr, part, lambda host, devices=devices: place(host, devices))
+    return lambda: jax.make_array_from_single_device_arrays(expr.shape, sharding, shards)
+
+
+def _want_keys(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callable[[], Any]:
+    """Typed PRNG keys: their uint32 words, wrapped."""
+    words: list[np.ndarray] = []
+    gather.want(expr, full(expr.shape), words.append)
+
+    def finish() -> Any:
+        keys = jax.random.wrap_key_data(words.pop(), impl=expr.element.key_impl)
+        return keys if sharding is None else jax.device_put(keys, sharding)
+
+    return finish
+
+
+def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> Spans:
+    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
+
+
+def _on(device: Any, sharding: Sharding) -> Sharding:
+    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+
+def _refuse_narrowing(specs: Mapping[str, LeafSpec], placements: Placements) -> None:
+    """jax halves 64-bit dtypes while x64 is off; say so instead."""
+    wide = [
+        (name, f"{spec} as a jax array")
+        for name, spec in specs.items()
+        if placements.get(name) is not None and spec.kind in ("array", "numpy") and spec.dtype is not None
+        and spec.dtype.name in ("int64", "uint64", "float64", "complex128")
+    ]  # fmt: skip
+    if not wide:
+        return
+    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+        raise TargetError(
+            f"{len(wide)} 64-bit {'array' if len(wide) == 1 else 'arrays'}, and jax has 64-bit types switched off",
+            leaves=wide,
+            hint='jax.config.update("jax_enable_x64", True), as_numpy=True, or name a cast: ok.cast("int32", pattern)',
+        )

@@ -1,0 +1,154 @@
+"""Read the pieces of many outputs so that no stored chunk is decoded twice."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from orbaxkit.execute.pieces import Piece, full, lengths, pieces, slices
+from orbaxkit.execute.reading import BoundedReads, aligned_empty
+from orbaxkit.formats import Source
+from orbaxkit.planning.host import cast_host, evaluate
+from orbaxkit.planning.nodes import Expr, Fill, Read
+from orbaxkit.planning.regions import Spans
+from orbaxkit.specs import LeafSpec
+
+
+@dataclass
+class _Part:
+    """One part of an output being put together on the host; `done` gets it when its last piece is there."""
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    missing: int
+    done: Callable[[np.ndarray], Any]
+    _host: np.ndarray | None = None
+
+    @property
+    def host(self) -> np.ndarray:
+        """The buffer, made when the first piece arrives."""
+        if self._host is None:
+            self._host = aligned_empty(self.shape, self.dtype)
+        return self._host
+
+    def arrived(self) -> None:
+        """Count a piece that is in place."""
+        self.missing -= 1
+        if self.missing == 0:
+            host, self._host = self.host, None
+            self.done(host)
+
+
+@dataclass(frozen=True)
+class _Task:
+    """A piece, the stored part that it reads (with the words of keys), and the part that waits for it."""
+
+    piece: Piece
+    stored: Spans
+    part: _Part
+
+    @property
+    def place(self) -> np.ndarray:
+        """The view that the piece fills."""
+        return self.part.host[(*slices(self.piece.place), ...)]  # the ellipsis: a view of a 0-d array too
+
+    def direct(self) -> np.ndarray | None:
+        """The place in the piece's own shape, where it can be read there without a copy."""
+        place = self.place
+        is_direct = not self.piece.casts and place.flags.c_contiguous and place.dtype == self.piece.leaf.dtype
+        return place.reshape(lengths(self.stored)) if is_direct else None
+
+    def deliver(self, data: np.ndarray) -> None:
+        """Cast and put in place."""
+        for dtype in self.piece.casts:
+            data = cast_host(data, dtype)
+        place = self.place
+        place[...] = data.reshape(place.shape)
+        self.part.arrived()
+
+
+@dataclass
+class Gather:
+    """Collects what is wanted from sources, then reads each needed chunk once, with a bound on what is in flight."""
+
+    source: Source
+    _tasks: dict[Read, list[_Task]] = field(default_factory=dict)
+
+    def want(self, expr: Expr, part: Spans, done: Callable[[np.ndarray], Any]) -> None:
+        """Ask for a part of a gathered output; `done(host)` runs when it is there."""
+        found = list(pieces(expr, part))
+        waiting = _Part(lengths(part) + expr.element.words, expr.dtype, len(found), done)
+        if not found:
+            waiting.missing = 1
+            waiting.arrived()
+        for piece in found:
+            task = _Task(piece, piece.stored + full(piece.leaf.element.words), waiting)
+            value = self._value(piece.leaf)
+            if value is not None:
+                task.deliver(value[(*slices(piece.stored), ...)])
+            else:
+                self._tasks.setdefault(piece.leaf, []).append(task)
+
+    def _value(self, leaf: Read | Fill) -> np.ndarray | None:
+        """What is known without reading an array: constants and numbers."""
+        if isinstance(leaf, Fill):
+            return evaluate(leaf, lambda read: np.empty(0))
+        return np.asarray(_source_of(leaf, self.source).value(leaf.name), leaf.dtype) if leaf.kind == "scalar" else None
+
+    def run(self) -> None:
+        """Read everything that was asked for."""
+        reads = BoundedReads()
+        for leaf, tasks in self._tasks.items():
+            source = _source_of(leaf, self.source)
+            for together in _sharing_chunks(tasks, source.specs[leaf.name]):
+                _read(reads, source, leaf.name, together)
+        reads.finish()
+        self._tasks.clear()
+
+
+def _source_of(leaf: Read, source: Source) -> Source:
+    return source if leaf.source is None else leaf.source.source
+
+
+def _read(reads: BoundedReads, source: Source, name: str, tasks: list[_Task]) -> None:
+    """Read one piece to its place, or the box around several once, and share it out."""
+    box = tuple((min(low), max(high)) for low, high in (zip(*spans, strict=True) for spans in zip(*[t.stored for t in tasks], strict=True)))
+    direct = tasks[0].direct() if len(tasks) == 1 else None
+    if direct is not None:
+        reads.start(source, name, slices(box), direct, lambda _: tasks[0].part.arrived())
+        return
+    out = aligned_empty(lengths(box), tasks[0].piece.leaf.dtype)
+
+    def share(data: np.ndarray) -> None:
+        for task in tasks:
+            inside = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(task.stored, box, strict=True))
+            task.deliver(data[(*inside, ...)])
+
+    reads.start(source, name, slices(box), out, share)
+
+
+def _sharing_chunks(tasks: list[_Task], spec: LeafSpec) -> Iterable[list[_Task]]:
+    """Tasks that need the same chunks together; all together where even that would decode chunks twice."""
+    if len(tasks) == 1:
+        return [tasks]
+    by_chunks: dict[Spans, list[_Task]] = {}
+    for task in tasks:
+        by_chunks.setdefault(_chunk_aligned(task.stored, spec), []).append(task)
+    whole = _chunk_aligned(full(spec.data_shape), spec)
+    if sum(_size(box) for box in by_chunks) > _size(whole):
+        return [tasks]
+    return by_chunks.values()
+
+
+def _chunk_aligned(spans: Spans, spec: LeafSpec) -> Spans:
+    chunks = spec.chunk_shape or spec.data_shape
+    return tuple(
+        (start // chunk * chunk, min(-(-stop // chunk) * chunk, size)) if chunk else (start, stop)
+        for (start, stop), chunk, size in zip(spans, chunks, spec.data_shape, strict=True)
+    )
+
+
+def _size(spans: Spans) -> int:
+    return math.prod(lengths(spans))
