@@ -1,0 +1,300 @@
+"""What did the user point at? A run's root, a step, an item or a single file; and how each item is opened."""
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+from orbaxkit.errors import CheckpointError, shorten
+from orbaxkit.formats import Source, array_metadatas, flax_msgpack
+from orbaxkit.formats.classify import (
+    OWN_NAMES,
+    V1_MARKER,
+    enclosing_item,
+    finished_name,
+    is_array_metadatas,
+    is_msgpack_map,
+    is_step,
+    is_tree,
+    item_handlers,
+    random_key_name,
+    step_of,
+    tree_items,
+)
+from orbaxkit.formats.files import Folder, check_not_lfs
+from orbaxkit.formats.keys import open_random_key
+from orbaxkit.formats.ocdbt import MANIFEST
+from orbaxkit.formats.orbax import open_item
+from orbaxkit.formats.sidecars import ARRAY_METADATAS, is_process_file
+
+DEFAULT_ITEM = "default"
+_ITEM_FILES = {*OWN_NAMES, "checkpoint", MANIFEST}
+_LOOKED_FOR = "no _METADATA, no checkpoint file, no manifest.ocdbt, no array folders and no steps are here"
+_FOREIGN = {
+    ".safetensors": "a safetensors file",
+    ".index": "a TensorFlow checkpoint",
+    ".pt": "a PyTorch file",
+    ".pth": "a PyTorch file",
+    ".bin": "a PyTorch file",
+    ".pkl": "a pickle",
+    ".npz": "a numpy archive",
+    ".h5": "an HDF5 file",
+}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Where a checkpoint's items lie. `items` are its trees, `other_items` everything else beside them."""
+
+    path: str
+    format: str
+    items: Mapping[str, str]
+    other_items: Mapping[str, str] = field(default_factory=dict)
+    step: int | None = None
+    step_name: str | None = None
+    steps: tuple[tuple[int, str], ...] = ()
+    unfinished: tuple[str, ...] = ()
+    is_finished: bool = True
+    root: str | None = None
+    writer: str | None = None
+    notes: tuple[str, ...] = ()
+
+
+def locate(path: str | os.PathLike[str], step: int | None = None) -> Layout:
+    """Find out what a path is. Of a root, the latest finished step is taken, or the one asked for."""
+    text = absolute_path(path)
+    if not os.path.lexists(text):
+        raise _no_such(text)
+    folder = Folder(text)
+    if os.path.isdir(text):
+        return _locate_folder(folder, step)
+    return _check_step(_locate_file(folder.parent, folder.name), step)
+
+
+def absolute_path(path: str | os.PathLike[str]) -> str:
+    """A local path as an absolute one: `~` and `file://` are understood, links are kept."""
+    text = os.fspath(path)
+    if not isinstance(text, str) or not text or "\0" in text:
+        raise CheckpointError(f"{text!r} is no path")
+    text = text.removeprefix("file://")
+    if "://" in text:
+        raise CheckpointError(
+            f"{text.split('://')[0]}:// paths cannot be read yet", where=text, hint="copy it to a disk"
+        )
+    return os.path.abspath(os.path.expanduser(text))
+
+
+def _no_such(path: str) -> CheckpointError:
+    folder = Folder(path)
+    try:
+        beside = list(folder.parent.names())
+    except CheckpointError:
+        beside = []
+    tmp = [name for name in beside if finished_name(name) == folder.name]
+    if tmp:
+        return CheckpointError(
+            "no such file or folder, only a save that was never finished",
+            where=path,
+            hint=f"look into it with its full name: {folder.parent.where(tmp[0])}",
+        )
+    return CheckpointError("no such file or folder", where=path)
+
+
+def _inside(path: str, item: Folder) -> CheckpointError:
+    return CheckpointError("this is inside a checkpoint", where=path, hint=f"open {item.path}")
+
+
+def _locate_file(folder: Folder, name: str) -> Layout:
+    path = folder.where(name)
+    inside = enclosing_item(Folder(path))
+    if inside is not None:
+        raise _inside(path, inside)
+    foreign = _FOREIGN.get(os.path.splitext(name)[1])
+    if foreign:
+        raise CheckpointError(f"{name} is {foreign}, not an Orbax checkpoint", where=path)
+    if is_process_file(name):
+        return Layout(path, "array_metadatas", {DEFAULT_ITEM: path})
+    if is_msgpack_map(folder, name):
+        return _flax_layout(path, folder, name)
+    with folder.open(name) as file:
+        head = file.read(64)
+    check_not_lfs(head, path)
+    problem = "begins like no format that is known here" if head else "is empty"
+    raise CheckpointError(f"{name} is no checkpoint: it {problem}", where=path)
+
+
+def _flax_layout(path: str, folder: Folder, name: str) -> Layout:
+    step = step_of(name) if name.startswith("checkpoint") else None
+    root = None if step is None else folder.path
+    return Layout(path, "flax_msgpack", {DEFAULT_ITEM: path}, step=step, step_name=name, root=root, writer="flax")
+
+
+def _locate_folder(folder: Folder, step: int | None) -> Layout:
+    names = folder.names()
+    outer = enclosing_item(folder)
+    if outer is not None:
+        raise _inside(folder.path, outer)
+    if is_tree(folder, names):
+        return _check_step(_item_layout(folder, names), step)
+    steps = [] if _is_marked_step(folder, names) else _steps(folder, names)
+    if steps:
+        return _root_layout(folder, names, steps, step)
+    if is_step(folder, names):
+        return _check_step(_step_layout(folder, names), step)
+    raise _no_checkpoint(folder, names)
+
+
+def _is_marked_step(folder: Folder, names: Mapping[str, bool]) -> bool:
+    return V1_MARKER in names or isinstance(item_handlers(folder, names), dict)
+
+
+def _steps(folder: Folder, names: Mapping[str, bool]) -> list[tuple[int, str]]:
+    """The steps of a root, finished or not; [] for a folder that is one step whose items happen to end in numbers."""
+    trees, steps = [], []
+    for name, is_folder in names.items():
+        number = step_of(name)
+        child = folder.folder(name)
+        if not is_folder:
+            if number is not None and name.startswith("checkpoint_") and is_msgpack_map(folder, name):
+                steps.append((number, name))
+            continue
+        inside = child.names()
+        if is_tree(child, inside):
+            trees.append(name)
+        elif number is None or not is_step(child, inside):
+            continue
+        if number is not None:
+            steps.append((number, name))
+    is_one_step = len(trees) == len(steps) and any(step_of(name) is None for name in trees)
+    return [] if is_one_step else sorted(steps)
+
+
+def _root_layout(folder: Folder, names: Mapping[str, bool], found: list[tuple[int, str]], step: int | None) -> Layout:
+    unfinished = tuple(name for name in names if finished_name(name) and names[name])
+    steps = tuple((number, name) for number, name in found if finished_name(name) is None)
+    if not steps:
+        raise CheckpointError(
+            "no step here is finished",
+            leaves=[(name, "never finished") for name in unfinished],
+            where=folder.path,
+            hint=f"look into one with its full name: {folder.where(unfinished[-1])}",
+        )
+    chosen = [name for number, name in steps if number == (steps[-1][0] if step is None else step)]
+    if not chosen:
+        raise _no_such_step(step, steps, folder.path)
+    layout = _child_layout(folder, chosen[-1])
+    return replace(layout, path=folder.path, steps=steps, unfinished=unfinished, root=folder.path)
+
+
+def _child_layout(folder: Folder, name: str) -> Layout:
+    child = folder.folder(name)
+    if not folder.has_folder(name):
+        return _flax_layout(child.path, folder, name)
+    names = child.names()
+    return _item_layout(child, names) if is_tree(child, names) else _step_layout(child, names)
+
+
+def _no_such_step(step: int | None, steps: tuple[tuple[int, str], ...], where: str) -> CheckpointError:
+    known = ", ".join(shorten([str(number) for number, _ in steps][::-1]))
+    return CheckpointError(f"there is no step {step}", where=where, hint=f"steps here: {known}")
+
+
+def _check_step(layout: Layout, step: int | None) -> Layout:
+    """`step=` for a path that is one step itself: it must be that one."""
+    if step is None or step == layout.step:
+        return layout
+    steps = () if layout.step is None else ((layout.step, layout.step_name or ""),)
+    if steps:
+        raise _no_such_step(step, steps, layout.path)
+    raise CheckpointError(f"there is no step {step}: this is one checkpoint, not a run", where=layout.path)
+
+
+def _item_layout(folder: Folder, names: Mapping[str, bool]) -> Layout:
+    """One item, alone or pointed at inside its step."""
+    shown = finished_name(folder.name) or folder.name
+    parent = folder.parent
+    number, outer = step_of(folder.name), step_of(parent.name)
+    is_in_step = number is None and (outer is not None or _is_marked_step(parent, _names_or_none(parent)))
+    step_folder = parent if is_in_step else folder
+    step = outer if is_in_step else number
+    strays = {name: folder.where(name) for name, is_folder in names.items() if _is_stray(name, is_folder)}
+    return Layout(
+        path=folder.path,
+        format="array_metadatas" if is_array_metadatas(names) else "orbax",
+        items={shown if is_in_step else DEFAULT_ITEM: folder.path},
+        other_items=strays,
+        step=step,
+        step_name=None if step is None else step_folder.name,
+        is_finished=finished_name(folder.name) is None and finished_name(parent.name) is None,
+        root=None if step is None else step_folder.parent.path,
+    )
+
+
+def _names_or_none(folder: Folder) -> Mapping[str, bool]:
+    try:
+        return folder.names()
+    except CheckpointError:
+        return {}
+
+
+def _is_stray(name: str, is_folder: bool) -> bool:
+    return not is_folder and not name.startswith((".", "_")) and name not in _ITEM_FILES
+
+
+def _step_layout(folder: Folder, names: Mapping[str, bool]) -> Layout:
+    found = tree_items(folder, names)
+    others = [name for name in names if name not in {*found.values(), *OWN_NAMES} and not name.startswith(".")]
+    inner = [child for child in found.values() if finished_name(child) is not None]
+    kinds = {is_array_metadatas(folder.folder(name).names()) for name in found.values()}
+    step = step_of(folder.name)
+    return Layout(
+        path=folder.path,
+        format="array_metadatas" if kinds == {True} else "orbax",
+        items={name: folder.where(child) for name, child in found.items()},
+        other_items={name: folder.where(name) for name in others},
+        step=step,
+        step_name=None if step is None else folder.name,
+        is_finished=finished_name(folder.name) is None and not inner,
+        unfinished=tuple(inner),
+        root=None if step is None else folder.parent.path,
+    )
+
+
+def _no_checkpoint(folder: Folder, names: Mapping[str, bool]) -> CheckpointError:
+    if not names:
+        return CheckpointError("the folder is empty", where=folder.path)
+    unfinished = [name for name, is_folder in names.items() if is_folder and finished_name(name)]
+    foreign = [f"{name} is {kind}" for name in names for end, kind in _FOREIGN.items() if name.endswith(end)]
+    hint = "; ".join(shorten(foreign, 3)) or None
+    if unfinished:
+        hint = f"only saves that were never finished are here: {', '.join(shorten(unfinished))}"
+    return CheckpointError(
+        "this is no Orbax or Flax checkpoint", where=folder.path, leaves=[(_LOOKED_FOR, "")], hint=hint
+    )
+
+
+def load(layout: Layout, item: str) -> Source:
+    """Open one tree item of a layout."""
+    path = layout.items[item]
+    if not os.path.isdir(path):
+        file = Folder(os.path.dirname(path)), os.path.basename(path)
+        return (
+            array_metadatas.open_files(file[0], [file[1]]) if is_process_file(file[1]) else flax_msgpack.open_file(path)
+        )
+    folder = Folder(path)
+    names = folder.names()
+    if is_array_metadatas(names):
+        inside = folder.folder(ARRAY_METADATAS) if ARRAY_METADATAS in names else folder
+        return array_metadatas.open_files(inside, list(inside.names()))
+    key = random_key_name(names)
+    if key is not None and "_METADATA" not in names:
+        return open_random_key(folder, key)
+    return open_item(folder, is_one_array=_is_one_array(folder, names, item))
+
+
+def _is_one_array(folder: Folder, names: Mapping[str, bool], item: str) -> bool:
+    """An ArraySave item looks like a tree with one key, `checkpoint`: the handlers tell, else it is taken as one."""
+    handlers = item_handlers(folder, names)
+    if handlers is None:
+        outer = item_handlers(folder.parent, _names_or_none(folder.parent))
+        handlers = outer.get(item) if isinstance(outer, dict) else None
+    return not isinstance(handlers, str) or "ArrayCheckpointHandler" in handlers

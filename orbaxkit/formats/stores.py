@@ -1,0 +1,201 @@
+"""Where the arrays of one item lie: in an OCDBT store, or as one folder per array."""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Protocol, runtime_checkable
+
+from orbaxkit.errors import CheckpointError
+from orbaxkit.formats.files import LFS_HEAD, LFS_HINT, LFS_PROBLEM, Folder, check_name
+from orbaxkit.formats.ocdbt import Index, Value, extent_problem, is_ocdbt, read_index, read_values
+from orbaxkit.formats.zarr import METADATA_NAMES
+from orbaxkit.paths import KeyPath, format_path
+
+MAX_ZARR_BYTES = 1 << 20
+_WALK_DEPTH = 12
+
+
+@runtime_checkable
+class ArrayStore(Protocol):
+    """The arrays of one item by their stored names."""
+
+    def names(self) -> list[str]:
+        """The names of all arrays."""
+
+    def metadata(self, names: Iterable[str]) -> Iterator[tuple[str, str, bytes]]:
+        """`(array, metadata file, its bytes)` for those of the names that there are."""
+
+    def stored_bytes(self, name: str) -> int:
+        """The bytes of an array's stored values."""
+
+    def lengths(self, name: str) -> dict[str, int]:
+        """The length of each stored value of an array, by its key."""
+
+    def damage(self, name: str) -> str | None:
+        """Why the stored values of an array cannot all be read, or None; found without reading them."""
+
+    def kvstore(self, name: str) -> dict[str, Any]:
+        """TensorStore's spec of the array's own key-value store."""
+
+    def where(self, name: str) -> str:
+        """The place to name in errors."""
+
+
+def open_store(folder: Folder, names: dict[str, bool]) -> ArrayStore:
+    """The store of an item's folder, which holds `names`."""
+    return OcdbtStore.of(read_index(folder)) if is_ocdbt(names) else PlainStore(folder)
+
+
+@dataclass(frozen=True)
+class PlainStore:
+    """One folder per array: `<name>/.zarray` and a file per stored value."""
+
+    folder: Folder
+
+    def names(self) -> list[str]:
+        """Walk the folder; a key with `/` lies deeper."""
+        return list(self._walk("", _WALK_DEPTH))
+
+    def _walk(self, inside: str, depth: int) -> Iterator[str]:
+        found = self.folder.folder(inside).names()
+        if inside and any(name in found for name in METADATA_NAMES):
+            yield inside
+        for name, is_folder in found.items():
+            if is_folder and depth and not (inside == "" and name == "array_metadatas"):
+                yield from self._walk(f"{inside}/{name}" if inside else name, depth - 1)
+
+    def metadata(self, names: Iterable[str]) -> Iterator[tuple[str, str, bytes]]:
+        """Open each array's metadata file."""
+        for name in names:
+            for file in METADATA_NAMES:
+                data = self.folder.read_optional(f"{name}/{file}", MAX_ZARR_BYTES) if name else None
+                if data is not None:
+                    yield name, file, data
+                    break
+
+    def stored_bytes(self, name: str) -> int:
+        """From a listing."""
+        return sum(self.lengths(name).values())
+
+    def lengths(self, name: str) -> dict[str, int]:
+        """List the array's folder."""
+        sizes = self.folder.sizes_below(name)
+        return {key: size for key, size in sizes.items() if key not in METADATA_NAMES}
+
+    def damage(self, name: str) -> str | None:
+        """An empty file, or a Git LFS pointer."""
+        for key, size in self.lengths(name).items():
+            file = f"{name}/{key}"
+            if size == 0:
+                return f"{file} is empty"
+            if size < 256 and self._starts_with(file, LFS_HEAD):
+                return f"{file} {LFS_PROBLEM} ({LFS_HINT})"
+        return None
+
+    def _starts_with(self, file: str, head: bytes) -> bool:
+        with self.folder.open(file) as opened:
+            return opened.read(len(head)) == head
+
+    def kvstore(self, name: str) -> dict[str, Any]:
+        """The array's folder."""
+        return self.folder.folder(name).kvstore
+
+    def where(self, name: str) -> str:
+        """The array's folder."""
+        return self.folder.where(name)
+
+
+@dataclass(frozen=True)
+class OcdbtStore:
+    """Arrays in an OCDBT store: keys `<name>/.zarray` and `<name>/<key of a stored value>`."""
+
+    folder: Folder
+    parts: tuple[str, ...]  # of an unmerged store
+    arrays: dict[str, tuple[str, Value]]  # name -> (metadata file, its value)
+    chunks: dict[str, list[tuple[str, Value]]]
+    _sizes: dict[str, int] = field(default_factory=dict)  # of data files, as they are asked for
+
+    @staticmethod
+    def of(index: Index) -> "OcdbtStore":
+        """Group an index's keys by array."""
+        arrays: dict[str, tuple[str, Value]] = {}
+        for key, value in index.values.items():
+            if key.endswith(METADATA_NAMES):
+                name, _, last = key.rpartition("/")
+                if last in METADATA_NAMES and (name not in arrays or last == METADATA_NAMES[0]):
+                    arrays[name] = last, value
+        chunks: dict[str, list[tuple[str, Value]]] = {}
+        for key, value in index.values.items():
+            owner = _owner(key, arrays)
+            if owner is not None and not key.endswith(METADATA_NAMES):
+                chunks.setdefault(owner, []).append((key[len(owner) + 1 if owner else 0 :], value))
+        return OcdbtStore(index.folder, index.parts, arrays, chunks)
+
+    def names(self) -> list[str]:
+        """The arrays in the index."""
+        return list(self.arrays)
+
+    def metadata(self, names: Iterable[str]) -> Iterator[tuple[str, str, bytes]]:
+        """Metadata mostly lies in the index itself."""
+        found = [(name, *self.arrays[name]) for name in names if name in self.arrays]
+        data = read_values(self.folder, [value for _, _, value in found])
+        return ((name, file, text) for (name, file, _), text in zip(found, data, strict=True))
+
+    def stored_bytes(self, name: str) -> int:
+        """From the index."""
+        return sum([value.length for _, value in self.chunks.get(name, ())])
+
+    def lengths(self, name: str) -> dict[str, int]:
+        """From the index."""
+        return {key: value.length for key, value in self.chunks.get(name, ())}
+
+    def damage(self, name: str) -> str | None:
+        """A data file that is missing or too short. TensorStore reads such values as empty, without an error."""
+        for _, value in self.chunks.get(name, ()):
+            if value.inline is None and (problem := self._problem(value)):
+                return f"its data file {value.file} {problem}"
+        return None
+
+    def _problem(self, value: Value) -> str | None:
+        end = value.offset + value.length
+        if value.file not in self._sizes:
+            self._sizes[value.file] = self.folder.file_size(value.file) or 0
+        return None if end <= self._sizes[value.file] else extent_problem(self.folder, value.file, end)
+
+    def kvstore(self, name: str) -> dict[str, Any]:
+        """A merged store's keys below the array's name; of an unmerged one every key from the part that has it."""
+        path = f"{name}/" if name else ""
+        if not self.parts:
+            return _ocdbt(self.folder, path)
+        own = [self.arrays[name], *self.chunks.get(name, ())]
+        layers = [{"base": _ocdbt(self.folder.folder(v.part), path + key), "exact": key} for key, v in own]
+        return {"driver": "kvstack", "layers": layers}
+
+    def where(self, name: str) -> str:
+        """The store's folder."""
+        return self.folder.path
+
+
+def _ocdbt(folder: Folder, path: str) -> dict[str, Any]:
+    return {"driver": "ocdbt", "base": folder.kvstore, "path": path, "cache_pool": "cache_pool#nodes"}
+
+
+def _owner(key: str, arrays: dict[str, tuple[str, Value]]) -> str | None:
+    """The array that a key belongs to: the longest part before a `/` that is one."""
+    name = key
+    while "/" in name:
+        name = name.rpartition("/")[0]
+        if name in arrays:
+            return name
+    return "" if "" in arrays else None
+
+
+def check_stored_name(name: str, path: KeyPath, where: str) -> str:
+    """Refuse a leaf whose stored name leads out of the checkpoint."""
+    try:
+        return check_name(name, where)
+    except CheckpointError:
+        raise CheckpointError(
+            "a stored name leads out of the checkpoint",
+            leaves=[(format_path(path), f"stored as {name!r}")],
+            where=where,
+        ) from None
