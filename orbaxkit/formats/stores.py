@@ -118,16 +118,19 @@ class OcdbtStore:
     def of(index: Index) -> "OcdbtStore":
         """Group an index's keys by array."""
         arrays: dict[str, tuple[str, Value]] = {}
-        for key, value in index.values.items():
-            if key.endswith(METADATA_NAMES):
-                name, _, last = key.rpartition("/")
-                if last in METADATA_NAMES and (name not in arrays or last == METADATA_NAMES[0]):
-                    arrays[name] = last, value
         chunks: dict[str, list[tuple[str, Value]]] = {}
         for key, value in index.values.items():
-            owner = _owner(key, arrays)
-            if owner is not None and not key.endswith(METADATA_NAMES):
-                chunks.setdefault(owner, []).append((key[len(owner) + 1 if owner else 0 :], value))
+            name, _, last = key.rpartition("/")
+            if last not in METADATA_NAMES:
+                chunks.setdefault(name, []).append((last, value))
+            elif name not in arrays or last == METADATA_NAMES[0]:
+                arrays[name] = last, value
+        for name in [name for name in chunks if name not in arrays]:
+            owner = _owner(name, arrays)
+            inside = name[len(owner) + 1 :] if owner else name
+            own = [(f"{inside}/{last}", value) for last, value in chunks.pop(name)]
+            if owner is not None:
+                chunks.setdefault(owner, []).extend(own)
         return OcdbtStore(index.folder, index.parts, arrays, chunks)
 
     def names(self) -> list[str]:
@@ -179,9 +182,8 @@ def _ocdbt(folder: Folder, path: str) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": folder.kvstore, "path": path, "cache_pool": "cache_pool#nodes"}
 
 
-def _owner(key: str, arrays: dict[str, tuple[str, Value]]) -> str | None:
-    """The array that a key belongs to: the longest part before a `/` that is one."""
-    name = key
+def _owner(name: str, arrays: dict[str, tuple[str, Value]]) -> str | None:
+    """The array that a folder of keys belongs to: the longest part of its name, up to a `/`, that is one."""
     while "/" in name:
         name = name.rpartition("/")[0]
         if name in arrays:
