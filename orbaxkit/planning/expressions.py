@@ -30,7 +30,7 @@ from orbaxkit.planning.nodes import (
     Unreplicate,
     fold,
 )
-from orbaxkit.planning.numbers import check_cast, is_exact_cast
+from orbaxkit.planning.numbers import check_cast, is_exact_cast, same_dtype
 from orbaxkit.specs import LeafSpec
 
 LORA_FORMS = ("product", "summed_heads")
@@ -151,7 +151,7 @@ def cast(x: Expr, dtype: Any) -> Expr:
     """The same values in another dtype. Refused for strings, empty nodes and PRNG keys, and from complex to real."""
     dtype = np.dtype(dtype)
     check_cast(x.element, dtype)
-    if x.dtype == dtype:
+    if same_dtype(x.dtype, dtype):
         return x
     if isinstance(x, Cast) and is_exact_cast(x.x.dtype, x.to):
         return cast(x.x, dtype)
@@ -160,7 +160,12 @@ def cast(x: Expr, dtype: Any) -> Expr:
 
 def affine(x: Expr, scale: float = 1.0, shift: float = 0.0) -> Expr:
     """`x * scale + shift`, for floating-point leaves."""
-    if not x.element.is_numeric or x.dtype is None or x.dtype.kind in "biu" or x.dtype.name.lstrip("u").startswith("int"):
+    if (
+        not x.element.is_numeric
+        or x.dtype is None
+        or x.dtype.kind in "biu"
+        or x.dtype.name.lstrip("u").startswith("int")
+    ):
         raise TransformError(f"{describe(x)} is not floating-point and cannot be scaled or shifted")
     if not (math.isfinite(scale) and math.isfinite(shift)):
         raise TransformError(f"scale {scale} and shift {shift} must be finite")
@@ -265,7 +270,7 @@ def _check_joinable(xs: Sequence[Expr], what: str) -> None:
         raise TransformError(f"nothing to be {what}")
     for x in xs:
         _check_layout(x, what)
-        if (x.dtype, x.element.key_impl) != (xs[0].dtype, xs[0].element.key_impl):
+        if not same_dtype(x.dtype, xs[0].dtype) or x.element.key_impl != xs[0].element.key_impl:
             raise TransformError(f"dtypes differ: {describe(xs[0])} and {describe(x)}", hint="cast them first")
 
 
@@ -307,7 +312,9 @@ def _moved(x: Expr, source: int, target: int) -> Expr:
 def _merged(parts: list[Expr], axis: int) -> list[Expr]:
     """Neighbouring slices of one array become one; empty slices go."""
     out: list[Expr] = []
-    parts = [p for p in parts if not (isinstance(p, Slice) and p.shape[axis] == 0)] or parts[:1]
+    if not any(part.shape[axis] for part in parts):
+        return parts[:1]
+    parts = [part for part in parts if not isinstance(part, Slice) or part.shape[axis]]
     for part in parts:
         last = out[-1] if out else None
         if (

@@ -77,6 +77,7 @@ def cast_host(x: np.ndarray, dtype: np.dtype) -> np.ndarray:
 def check_values(x: np.ndarray, dtype: np.dtype) -> None:
     """Refuse values that an integer or boolean dtype cannot hold. Floats are cut towards zero, as `astype` does."""
     low, high = int_range(dtype)
+    x = np.atleast_1d(x)
     bad = ~_fits(x, low, high, is_whole=category(dtype) == "bool")
     count = int(bad.sum())
     if count:
@@ -101,7 +102,7 @@ def _fits(x: np.ndarray, low: int, high: int, is_whole: bool) -> np.ndarray:
 def _affine(x: np.ndarray, scale: float, shift: float) -> np.ndarray:
     wide = working_dtype(x.dtype)
     with np.errstate(all="ignore"):
-        return (x.astype(wide) * wide.type(scale) + wide.type(shift)).astype(x.dtype)
+        return np.asarray(x.astype(wide) * wide.type(scale) + wide.type(shift)).astype(x.dtype)
 
 
 def working_dtype(dtype: np.dtype) -> np.dtype:
@@ -125,7 +126,7 @@ def lora_delta(matmul: Callable[[Any, Any], Any], form: str, a: Any, b: Any) -> 
 
 def _the_copy(node: Unreplicate, x: np.ndarray) -> np.ndarray:
     copies = np.moveaxis(x, node.axis, 0)
-    first = copies[0]
+    first = copies[0, ...]
     bits = np.ascontiguousarray(first).tobytes()
     for k, copy in enumerate(copies):
         if np.ascontiguousarray(copy).tobytes() != bits:

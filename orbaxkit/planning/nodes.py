@@ -56,7 +56,7 @@ class Constant:
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Constant):
-            return NotImplemented
+            return False
         if self.array is other.array:
             return True
         arrays = (self.array, other.array)
@@ -127,7 +127,7 @@ def _hash(self: "Expr") -> int:
 
 def _equal(self: "Expr", other: object) -> bool:
     if type(self) is not type(other):
-        return NotImplemented
+        return False
     pending: list[tuple[Any, Any]] = [(self, other)]
     seen: set[tuple[int, int]] = set()
     while pending:

@@ -46,14 +46,19 @@ def is_checked_cast(found: np.dtype | None, to: np.dtype) -> bool:
     """Whether a value may not fit, so that values must be looked at: into integers that do not hold every value."""
     if found is None:
         return True
-    return category(to) in ("int", "bool") and found != to and not is_exact_cast(found, to)
+    return category(to) in ("int", "bool") and not is_exact_cast(found, to)
+
+
+def same_dtype(a: np.dtype | None, b: np.dtype | None) -> bool:
+    """Whether two dtypes are one; numpy itself takes None for float64."""
+    return a is b or (a is not None and b is not None and a == b)
 
 
 @lru_cache(maxsize=4096)
 def is_exact_cast(found: np.dtype | None, to: np.dtype) -> bool:
     """Whether every value survives the cast, so that casting back gives the same."""
     if found is None or found == to:
-        return found == to
+        return found is not None
     kinds = category(found), category(to)
     if (kinds[1] == "complex") != (kinds[0] == "complex") or to.name == "float8_e8m0fnu":
         return False  # complex back to real is refused; e8m0 has no zero

@@ -180,4 +180,3 @@ def make_plan(source: Any, *transforms: Transform) -> Plan:
     for transform in transforms:
         plan = transform(plan)
     return plan
-

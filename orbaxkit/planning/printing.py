@@ -3,7 +3,6 @@
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from orbaxkit.display.text import human_bytes
 from orbaxkit.errors import shown
@@ -25,11 +24,8 @@ from orbaxkit.planning.nodes import (
     Unreplicate,
     fold,
 )
-
+from orbaxkit.planning.plan import Plan
 from orbaxkit.specs import LeafSpec
-
-if TYPE_CHECKING:
-    from orbaxkit.planning.plan import Plan
 
 _NUMBER = re.compile(r"\d+")
 _LONG = 8  # arguments of a stack before they are cut
@@ -79,9 +75,11 @@ def _many(xs: Sequence[str]) -> str:
     return ", ".join(xs) if len(xs) <= _LONG else ", ".join([*xs[:3], f"… {len(xs) - 4:,} more …", xs[-1]])
 
 
-def plan_text(plan: "Plan", most: int) -> str:
+def plan_text(plan: Plan, most: int) -> str:
     """See `Plan.describe`."""
-    kept = {n for n, o in plan.outputs.items() if isinstance(o.expr, Read) and o.expr.source is None and o.expr.name == n}
+    kept = {
+        n for n, o in plan.outputs.items() if isinstance(o.expr, Read) and o.expr.source is None and o.expr.name == n
+    }
     everything = {**plan.source.paths, **{name: output.path for name, output in plan.outputs.items()}}
     changed = [name for name in plan.outputs if name not in kept]
     sections = [
@@ -92,8 +90,10 @@ def plan_text(plan: "Plan", most: int) -> str:
     return "\n".join([_header(plan), *(line for lines in sections for line in _at_most(lines, most))])
 
 
-def _header(plan: "Plan") -> str:
-    stored = sum(spec.nbytes if spec.stored_bytes is None else spec.stored_bytes for spec in plan.source.leaves.values())
+def _header(plan: Plan) -> str:
+    stored = sum(
+        spec.nbytes if spec.stored_bytes is None else spec.stored_bytes for spec in plan.source.leaves.values()
+    )
     out = sum(spec.nbytes for spec in plan.specs.leaves.values())
     return (
         f"plan: {len(plan.source):,} leaves -> {len(plan.outputs):,}, "
@@ -101,7 +101,9 @@ def _header(plan: "Plan") -> str:
     )
 
 
-def _folded_subtrees(sign: str, names: list[str], specs: Mapping[str, LeafSpec], everything: dict[str, KeyPath]) -> list[str]:
+def _folded_subtrees(
+    sign: str, names: list[str], specs: Mapping[str, LeafSpec], everything: dict[str, KeyPath]
+) -> list[str]:
     """One line for each outermost subtree that lies wholly within `names`."""
     chosen = set(names)
     total, inside = Counter[KeyPath](), Counter[KeyPath]()
@@ -128,7 +130,7 @@ def _row(sign: str, what: str, found: list[tuple[str, int]]) -> str:
     return f"{sign} {shown(text or '(root)')}  {what}{times}  {human_bytes(sum(size for _, size in found))}"
 
 
-def _changed(plan: "Plan", names: list[str]) -> list[str]:
+def _changed(plan: Plan, names: list[str]) -> list[str]:
     """One line for all outputs that differ in numbers only."""
     folded: dict[tuple[str, str, str, str], list[tuple[str, str]]] = {}
     for name in names:

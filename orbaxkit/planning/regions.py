@@ -86,7 +86,13 @@ def touched_bytes(spec: LeafSpec, regions: Iterable[Region]) -> int:
     stored = spec.nbytes if spec.stored_bytes is None else spec.stored_bytes
     shape, chunk = spec.data_shape, spec.chunk_shape
     regions = list(regions)
-    if chunk is None or len(chunk) != len(shape) or 0 in chunk or 0 in shape or any(len(r) != len(shape) for r in regions):
+    if (
+        chunk is None
+        or len(chunk) != len(shape)
+        or 0 in chunk
+        or 0 in shape
+        or any(len(r) != len(shape) for r in regions)
+    ):
         return stored if regions else 0
     grid = tuple(-(-size // step) for size, step in zip(shape, chunk, strict=True))
     return math.ceil(stored * _touched(regions, chunk, grid) / math.prod(grid))
@@ -121,8 +127,8 @@ def _pull_concat(xs: tuple[Expr, ...], axis: int, spans: Spans) -> Iterator[tupl
     for x in xs:
         size = x.shape[axis]
         low, high = max(spans[axis][0] - offset, 0), min(spans[axis][1] - offset, size)
-        if low < high:
-            yield x, (*spans[:axis], (low, high), *spans[axis + 1 :])
+        if low < high or size == 0:  # an empty part is used, too
+            yield x, (*spans[:axis], (low, max(low, high)), *spans[axis + 1 :])
         offset += size
 
 

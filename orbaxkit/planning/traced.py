@@ -1,7 +1,7 @@
 """Evaluate expressions with jax: one node at a time, or a whole plan as one pure function."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,14 +26,12 @@ from orbaxkit.planning.nodes import (
     fold,
 )
 from orbaxkit.planning.numbers import is_checked_cast, is_exact_cast
-
-if TYPE_CHECKING:
-    from orbaxkit.planning.plan import Plan
+from orbaxkit.planning.plan import Plan
 
 WIDE = ("int64", "uint64", "float64", "complex128")
 
 
-def as_function(plan: "Plan") -> Callable[[Mapping[str, Any]], dict[str, Any]]:
+def as_function(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """See `Plan.as_function`."""
     exprs = {name: o.expr for name, o in plan.outputs.items() if o.expr.kind not in ("string", "empty")}
     _refuse_untraceable(exprs)
@@ -173,8 +171,10 @@ def _mismatch(x: Any, shape: tuple[int, ...], element: Element) -> str | None:
 
     dtype = str(x.dtype)
     is_key = dtype.startswith("key<")
-    if tuple(x.shape) != shape or is_key != (element.kind == "key") or not (is_key or element.dtype in (None, x.dtype)):
-        return f"is {dtype}{list(x.shape)}, the plan has {element.dtype if element.kind != 'key' else 'keys'}{list(shape)}"
+    if tuple(x.shape) != shape or is_key != (element.kind == "key") or not (is_key or element.dtype is None or element.dtype == x.dtype):
+        return (
+            f"is {dtype}{list(x.shape)}, the plan has {element.dtype if element.kind != 'key' else 'keys'}{list(shape)}"
+        )
     if dtype in WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
         return f"is {dtype}, and jax has 64-bit types switched off"
     return None

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -11,15 +11,13 @@ from orbaxkit.paths import format_path
 from orbaxkit.planning import expressions as ex
 from orbaxkit.planning.nodes import NODES, Constant, Element, Expr, Fill, Read, fold
 from orbaxkit.planning.numbers import dtype_of
+from orbaxkit.planning.plan import Output, Plan
 from orbaxkit.specs import LeafSpec, SavedSharding, Specs
-
-if TYPE_CHECKING:
-    from orbaxkit.planning.plan import Plan
 
 VERSION = 1
 
 
-def plan_to_json(plan: "Plan") -> dict[str, Any]:
+def plan_to_json(plan: Plan) -> dict[str, Any]:
     """See `Plan.to_json`."""
     nodes: list[dict[str, Any]] = []
     table: dict[Expr, int] = {}
@@ -40,7 +38,11 @@ def plan_to_json(plan: "Plan") -> dict[str, Any]:
 
         outputs.append({"path": list(output.path), "node": fold([output.expr], visit, done)[0]})
     if problems:
-        raise TransformError("a plan that JSON cannot hold", leaves=problems.items(), hint="leave these fills out and add them after loading")
+        raise TransformError(
+            "a plan that JSON cannot hold",
+            leaves=problems.items(),
+            hint="leave these fills out and add them after loading",
+        )
     return {
         "version": VERSION,
         "source": _specs_to_json(plan.source),
@@ -50,10 +52,8 @@ def plan_to_json(plan: "Plan") -> dict[str, Any]:
     }
 
 
-def plan_from_json(data: Mapping[str, Any]) -> "Plan":
+def plan_from_json(data: Mapping[str, Any]) -> Plan:
     """See `Plan.from_json`."""
-    from orbaxkit.planning.plan import Output, Plan
-
     try:
         if data["version"] != VERSION:
             raise TransformError(f"a plan of version {data['version']!r}, this is version {VERSION}")
@@ -142,7 +142,7 @@ def _spec_to_json(spec: LeafSpec) -> dict[str, Any]:
         value = getattr(spec, entry.name)
         if entry.name == "sharding" and value is not None:
             out["sharding"] = {f.name: _nested(getattr(value, f.name)) for f in fields(value)}
-        elif value != entry.default:
+        elif value is not entry.default and (entry.default is None or value != entry.default):
             out[entry.name] = _plain(value)
     return out
 

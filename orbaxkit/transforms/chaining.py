@@ -33,7 +33,9 @@ class Chain:
             try:
                 done.append(transform.inverse())  # type: ignore[attr-defined]
             except (NotInvertibleError, AttributeError) as error:
-                problems.append((repr(transform), reason(error) if isinstance(error, NotInvertibleError) else "has no inverse()"))
+                problems.append(
+                    (repr(transform), reason(error) if isinstance(error, NotInvertibleError) else "has no inverse()")
+                )
         if problems:
             raise NotInvertibleError("these transforms cannot be undone", leaves=problems)
         return chain(*done)

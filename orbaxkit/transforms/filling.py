@@ -12,7 +12,7 @@ from orbaxkit.paths import KeyPath, Pattern, compile_pattern, format_path, parse
 from orbaxkit.planning import expressions as ex
 from orbaxkit.planning.nodes import Element, Expr, Foreign
 from orbaxkit.planning.numbers import category, dtype_of, int_range
-from orbaxkit.planning.plan import Output, Plan
+from orbaxkit.planning.plan import Plan
 from orbaxkit.transforms.rules import Opaque, assemble, call_text, find, no_match, refuse, rule_to_json
 
 NUMBERS = (bool, int, float, complex)
@@ -40,7 +40,7 @@ class Fill:
 
     def __eq__(self, other: object) -> bool:
         if not isinstance(other, Fill):
-            return NotImplemented
+            return False
         ours, theirs = ((f.pattern, f.under, f.shape, f.dtype) for f in (self, other))
         plain = (*NUMBERS, str)
         same = self.value is other.value or (
@@ -187,5 +187,3 @@ def _misfit(value: Any, expr: Expr) -> str | None:
     low, high = int_range(element.dtype)
     fits = value == value and low <= value <= high and value == int(value)
     return None if fits else f"is {ex.describe(expr)}, which cannot hold the value"
-
-

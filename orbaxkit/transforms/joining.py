@@ -10,7 +10,17 @@ from orbaxkit.paths import KeyPath, Pattern, check_template, compile_pattern, ex
 from orbaxkit.planning import expressions as ex
 from orbaxkit.planning.nodes import Expr
 from orbaxkit.planning.plan import Output, Plan
-from orbaxkit.transforms.rules import Problem, arguments, assemble, call_text, find, no_match, reason, refuse, rule_to_json
+from orbaxkit.transforms.rules import (
+    Problem,
+    arguments,
+    assemble,
+    call_text,
+    find,
+    no_match,
+    reason,
+    refuse,
+    rule_to_json,
+)
 from orbaxkit.transforms.subtrees import fill_template, pattern_segments
 
 
@@ -43,7 +53,10 @@ class Split:
             except TransformError as error:
                 problems.append((name, reason(error)))
                 continue
-            heads = [output.path[: len(output.path) - self.levels] + fill_template(template, found[name]) for template in self.into]
+            heads = [
+                output.path[: len(output.path) - self.levels] + fill_template(template, found[name])
+                for template in self.into
+            ]
             items += [(head, part, name) for head, part in zip(heads, parts, strict=True)]
         refuse(problems, self, "these leaves cannot be split so")
         return plan.with_outputs(assemble(plan, items, self))
@@ -57,7 +70,9 @@ class Split:
             raise TransformError(f"axis {self.axis} of {ex.describe(x)} does not divide by {count}", hint="sizes=[...]")
         sizes = (size // count,) * count if self.sizes is None else self.sizes
         if sum(sizes) != size:
-            raise TransformError(f"the sizes {list(sizes)} add up to {sum(sizes)}, axis {self.axis} of {ex.describe(x)} to {size}")
+            raise TransformError(
+                f"the sizes {list(sizes)} add up to {sum(sizes)}, axis {self.axis} of {ex.describe(x)} to {size}"
+            )
         starts = [sum(sizes[:k]) for k in range(count)]
         return [ex.slice_(x, self.axis, start, start + n) for start, n in zip(starts, sizes, strict=True)]
 
@@ -115,7 +130,12 @@ class Concat:
         return plan.with_outputs(assemble(plan, items, self))
 
     def _join(
-        self, path: KeyPath, name: str, parts: list[Output], joined: dict[str, tuple[KeyPath, Expr]], problems: list[Problem]
+        self,
+        path: KeyPath,
+        name: str,
+        parts: list[Output],
+        joined: dict[str, tuple[KeyPath, Expr]],
+        problems: list[Problem],
     ) -> None:
         try:
             expr = ex.concat([part.expr for part in parts], self.axis)
@@ -133,7 +153,9 @@ class Concat:
             names = [name for name, output in plan.outputs.items() if pattern.match(output.path) is not None]
             if not names:
                 raise no_match(plan.outputs, [pattern], self)
-            problems += [(name, f"has no partner that {self.patterns[0].text!r} matches") for name in names if name not in used]
+            problems += [
+                (name, f"has no partner that {self.patterns[0].text!r} matches") for name in names if name not in used
+            ]
         return problems
 
     def inverse(self) -> Split:
@@ -166,7 +188,13 @@ def split(
     into = _names(into, "split")
     if sizes is not None and (len(sizes) != len(into) or any(size < 0 for size in sizes)):
         raise TransformError(f"split needs one size for each of {len(into)} names, not {list(sizes)}")
-    return Split(compile_pattern(pattern), tuple(map(compile_pattern, into)), axis, None if sizes is None else tuple(sizes), levels)
+    return Split(
+        compile_pattern(pattern),
+        tuple(map(compile_pattern, into)),
+        axis,
+        None if sizes is None else tuple(sizes),
+        levels,
+    )
 
 
 def concat(

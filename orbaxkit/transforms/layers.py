@@ -57,7 +57,9 @@ class Unstack:
             problem = (format_path(subtree.path), "has no layers" if count == 0 else "holds no arrays")
             refuse([problem], self, "there is nothing to unstack")
         index = index_template(self.into.text, self.pattern, "into")[1]
-        period, placed = (1, {rest: (0, rest) for rest in subtree.leaves}) if self.block is None else self._blocks(subtree)
+        period, placed = (
+            (1, {rest: (0, rest) for rest in subtree.leaves}) if self.block is None else self._blocks(subtree)
+        )
         for layer in range(count * period):
             head = parent + fill_template(self.into, subtree.match, **{index: layer})
             for rest, output in subtree.leaves.items():
@@ -102,11 +104,15 @@ class Unstack:
             hint = "name the axis: unstack(..., axis=0); or plan.inverse(), which knows it"
             raise NotInvertibleError("the axis was inferred and is not part of the rule", where=repr(self), hint=hint)
         if self.block is not None:
-            raise NotInvertibleError("how many layers a block has is not part of the rule", where=repr(self), hint="stack(..., period=)")
+            raise NotInvertibleError(
+                "how many layers a block has is not part of the rule", where=repr(self), hint="stack(..., period=)"
+            )
         segments = pattern_segments(self.pattern)
         parent, item = segments[: -self.levels], segments[-self.levels :]
         if self.pattern.regex is not None or any("*" in s for s in item) or len(self.into.captures) > 1:
-            raise NotInvertibleError(f"{self.into.text!r} does not keep the name of {self.pattern.text!r}", where=repr(self))
+            raise NotInvertibleError(
+                f"{self.into.text!r} does not keep the name of {self.pattern.text!r}", where=repr(self)
+            )
         return Stack(
             compile_pattern("/".join([*parent, self.into.text])),
             compile_pattern("/".join(item)),
@@ -154,12 +160,19 @@ class Stack:
         period = self.period or 1
         whole = len(layers) // period * period
         if whole < len(layers) and self.remainder is None:
-            problems.append((format_path(target), f"{len(layers)} layers are not a multiple of the period {period}; remainder= takes the rest"))
+            problems.append(
+                (
+                    format_path(target),
+                    f"{len(layers)} layers are not a multiple of the period {period}; remainder= takes the rest",
+                )
+            )
             return
         items = []
         for j in range(period if whole else 0):
             inner = target + (() if self.block is None else _number_template(self.block, j))
-            items += [(inner + rest, exprs, origin) for rest, exprs, origin in _columns(layers[j:whole:period], problems)]
+            items += [
+                (inner + rest, exprs, origin) for rest, exprs, origin in _columns(layers[j:whole:period], problems)
+            ]
         axes = axes_by_leaf([path for path, _, _ in items], self.axis, self)
         for path, exprs, origin in items:
             try:
@@ -175,7 +188,9 @@ class Stack:
         """The unstack that undoes it."""
         segments = pattern_segments(self.pattern)
         if self.pattern.regex is not None or any("*" in s for s in segments[-self.levels :]):
-            raise NotInvertibleError(f"{self.into.text!r} does not keep the name of {self.pattern.text!r}", where=repr(self))
+            raise NotInvertibleError(
+                f"{self.into.text!r} does not keep the name of {self.pattern.text!r}", where=repr(self)
+            )
         return Unstack(
             compile_pattern("/".join([*segments[: -self.levels], self.into.text])),
             compile_pattern("/".join(segments[-self.levels :])),
@@ -245,7 +260,10 @@ def stack(
     """
     compiled = compile_pattern(pattern)
     if compiled.regex is None and len(_last_captures(compiled)) != 1:
-        raise TransformError(f"the last segment of {compiled.text!r} must capture the layer's number", hint="stack('params/layers_{i}', into='layers')")
+        raise TransformError(
+            f"the last segment of {compiled.text!r} must capture the layer's number",
+            hint="stack('params/layers_{i}', into='layers')",
+        )
     if (block is None) != (period is None) or (period is not None and period < 1):
         raise TransformError("block= and period= go together", hint="stack(..., block='layers_{j}', period=6)")
     return Stack(
@@ -260,7 +278,11 @@ def stack(
 
 
 def _last_captures(pattern: Pattern) -> list[str]:
-    return [token.name for token in pattern.globs[-1] if not isinstance(token, str) and token.name] if pattern.globs else []
+    return (
+        [token.name for token in pattern.globs[-1] if not isinstance(token, str) and token.name]
+        if pattern.globs
+        else []
+    )
 
 
 def _levels(pattern: Pattern) -> int:
@@ -289,7 +311,9 @@ def _layer_axes(subtrees: list[Subtree], axis: Axis, rule: Any) -> dict[KeyPath,
     return axes
 
 
-def _inferred(subtree: Subtree, arrays: Mapping[KeyPath, Expr], problems: list[Problem]) -> dict[KeyPath, tuple[int, int]]:
+def _inferred(
+    subtree: Subtree, arrays: Mapping[KeyPath, Expr], problems: list[Problem]
+) -> dict[KeyPath, tuple[int, int]]:
     flat = [rest for rest, expr in arrays.items() if not expr.shape]
     if flat:
         problems += [(subtree.name_of(rest), f"{ex.describe(arrays[rest])} has no layer axis") for rest in flat]
@@ -387,14 +411,16 @@ def _numbered(plan: Plan, parent: KeyPath, pattern: Pattern, rule: Any) -> dict[
     return layers
 
 
-def _replaced(plan: Plan, subtrees: Iterable[Subtree], made: Mapping[KeyPath, list[Item]], rule: Any) -> dict[str, Output]:
+def _replaced(
+    plan: Plan, subtrees: Iterable[Subtree], made: Mapping[KeyPath, list[Item]], rule: Any
+) -> dict[str, Output]:
     """All outputs, with new ones in place of the first leaf of each subtree that they came from."""
     place = {id(next(iter(s.leaves.values()))): s.path for s in subtrees}
     gone = {id(output) for s in subtrees for output in s.leaves.values()}
     used = {origin for items in made.values() for _, _, origin in items}
     items: list[Item] = []
     for name, output in plan.outputs.items():
-        items += made.get(place.get(id(output), None), [])  # type: ignore[arg-type]
+        items += made.get(place.get(id(output)), [])  # type: ignore[arg-type]
         if id(output) not in gone and name not in used:
             items.append((output.path, output.expr, name))
     return assemble(plan, items, rule)

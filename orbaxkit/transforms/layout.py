@@ -93,7 +93,9 @@ def reshape(pattern: "str | re.Pattern[str]", shape: "Sequence[int] | str", **si
         parse_axes(shape)
     elif sizes:
         raise TransformError("named sizes go with an axis pattern", hint="reshape(pattern, 'd (n h) -> d n h', n=8)")
-    return Reshape(compile_pattern(pattern), shape if isinstance(shape, str) else tuple(shape), tuple(sorted(sizes.items())))
+    return Reshape(
+        compile_pattern(pattern), shape if isinstance(shape, str) else tuple(shape), tuple(sorted(sizes.items()))
+    )
 
 
 @lru_cache(maxsize=1024)
@@ -116,7 +118,9 @@ def _groups(side: str, text: str) -> Groups:
     while at < len(side):
         token = _TOKEN.match(side, at)
         if token is None or (token[1] == "(" and inside is not None) or (token[1] == ")" and inside is None):
-            raise TransformError(f"the axis pattern {text!r} cannot be read at {side[at:]!r}", hint="'d (n h) -> d n h'")
+            raise TransformError(
+                f"the axis pattern {text!r} cannot be read at {side[at:]!r}", hint="'d (n h) -> d n h'"
+            )
         at = token.end()
         if token[1] == "(":
             inside = []
@@ -154,9 +158,13 @@ def _axis_sizes(x: Expr, left: Groups, sizes: Mapping[str, int], text: str) -> d
         open_names = [name for name in group if name not in known]
         given = math.prod(known[name] for name in group if name in known)
         if len(open_names) > 1:
-            raise TransformError(f"the sizes of {' and '.join(open_names)} are not known", hint=f"name one: {open_names[0]}=8")
+            raise TransformError(
+                f"the sizes of {' and '.join(open_names)} are not known", hint=f"name one: {open_names[0]}=8"
+            )
         if open_names and given and size % given == 0:
             known[open_names[0]] = size // given
         elif open_names or given != size:
-            raise TransformError(f"an axis of {size} in {ex.describe(x)} is not {' x '.join(group) or 1} with {dict(sizes)}")
+            raise TransformError(
+                f"an axis of {size} in {ex.describe(x)} is not {' x '.join(group) or 1} with {dict(sizes)}"
+            )
     return known

@@ -93,5 +93,3 @@ def merge_lora(
     for template in templates:
         check_template(template, pattern)
     return MergeLora(pattern, *templates, float(scale), form, rest)
-
-

@@ -33,7 +33,9 @@ class Rename:
         moved = self._by_function(plan) if self.function is not None else self._by_rules(plan)
         pairs = [(output, moved.get(name, output.path)) for name, output in plan.outputs.items()]
         outputs = assemble(plan, ((path, o.expr, format_path(o.path)) for o, path in pairs), self)
-        return Plan(plan.source, outputs, _moved_containers(plan, [(o.path, path) for o, path in pairs if path is not o.path]))
+        return Plan(
+            plan.source, outputs, _moved_containers(plan, [(o.path, path) for o, path in pairs if path is not o.path])
+        )
 
     def _by_rules(self, plan: Plan) -> dict[str, KeyPath]:
         moved: dict[str, KeyPath] = {}
@@ -62,13 +64,17 @@ class Rename:
                 moved[name] = _retyped(parse_path(self.function(name)), output.path)
             except (TypeError, AttributeError, ValueError, OrbaxkitError) as error:
                 problems.append((name, f"{type(error).__name__}: {error}"))
-        refuse(problems, self, "the function gives no path for these leaves", "it takes a path's text and returns another")
+        refuse(
+            problems, self, "the function gives no path for these leaves", "it takes a path's text and returns another"
+        )
         return {name: path for name, path in moved.items() if path != plan.outputs[name].path}
 
     def inverse(self) -> "Rename":
         """The rules read backwards, where each template keeps all that its pattern captures."""
         if self.function is not None:
-            raise NotInvertibleError("a function cannot be undone", where=repr(self), hint="rename with a mapping of patterns")
+            raise NotInvertibleError(
+                "a function cannot be undone", where=repr(self), hint="rename with a mapping of patterns"
+            )
         back = []
         for pattern, template in self.rules:
             if pattern.regex is not None or sorted(pattern.captures) != sorted(template.captures):

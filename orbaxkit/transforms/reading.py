@@ -20,7 +20,21 @@ from orbaxkit.transforms.values import affine, cast
 VERBS: Mapping[str, Callable[..., Any]] = {
     verb.__name__: verb
     for verb in (
-        affine, cast, chain, concat, drop, fill, merge_lora, rename, reshape, select, split, stack, transpose, unreplicate, unstack
+        affine,
+        cast,
+        chain,
+        concat,
+        drop,
+        fill,
+        merge_lora,
+        rename,
+        reshape,
+        select,
+        split,
+        stack,
+        transpose,
+        unreplicate,
+        unstack,
     )  # fmt: skip
 }
 

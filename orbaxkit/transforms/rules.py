@@ -156,7 +156,9 @@ def reason(error: TransformError) -> str:
     return str(error).split("\n")[0]
 
 
-def change_each(plan: Plan, pattern: Pattern, rule: Any, change: Callable[[Expr], Expr], hint: str | None = None) -> Plan:
+def change_each(
+    plan: Plan, pattern: Pattern, rule: Any, change: Callable[[Expr], Expr], hint: str | None = None
+) -> Plan:
     """Apply an operation to every output that a pattern matches, in place."""
     return change_found(plan, find(plan, pattern, rule), rule, change, hint)
 

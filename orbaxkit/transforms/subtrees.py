@@ -55,7 +55,9 @@ def index_template(text: str, given: Pattern | None, what: str) -> tuple[Pattern
     template = compile_pattern(text)
     own = [name for name in template.captures if given is None or name not in given.captures]
     if len(own) != 1 or any(not token.name for token in template.wildcards):
-        raise TransformError(f"{what}={text!r} must have one {{i}} for the layer's number", hint=f"{what}='layers_{{i}}'")
+        raise TransformError(
+            f"{what}={text!r} must have one {{i}} for the layer's number", hint=f"{what}='layers_{{i}}'"
+        )
     return template, own[0]
 
 

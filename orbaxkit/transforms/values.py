@@ -57,7 +57,9 @@ class Cast:
 
     def inverse(self) -> "Cast":
         """Refused: the dtypes before are not known (a plan's `inverse()` knows them)."""
-        raise NotInvertibleError("the dtypes before the cast are not known", where=repr(self), hint="plan.inverse() knows them")
+        raise NotInvertibleError(
+            "the dtypes before the cast are not known", where=repr(self), hint="plan.inverse() knows them"
+        )
 
 
 @dataclass(frozen=True, repr=False)
