@@ -272,10 +272,9 @@ def test_A19_params_only_restore_never_opens_the_moments(tmp_path, use_ocdbt):
 
 
 def _bytes_read() -> int:
-    import tensorstore as ts
-
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read", True)
-    return metrics[0]["values"][0]["value"]
+    """What this process has read from files, by whatever library."""
+    with open("/proc/self/io") as counters:
+        return int(counters.readline().split()[1])
 
 
 def test_as_numpy_gives_host_arrays_of_any_width(tmp_path):

@@ -10,6 +10,7 @@ import numpy as np
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats import Done, Pending, Value
 from orbaxkit.formats.arrays import Reader
+from orbaxkit.formats.decoding import Decoder
 from orbaxkit.formats.eras import fills_missing_chunks
 from orbaxkit.formats.files import Folder
 from orbaxkit.formats.msgpack import Node, StoredArray, read_into
@@ -52,6 +53,10 @@ class ItemSource:
             raise CheckpointError("there are no array bytes here", where=self.folder.path)
         return Reader(self.store)
 
+    @cached_property
+    def _decoder(self) -> Decoder:
+        return Decoder(self._reader.store)
+
     def read(self, name: str, index: tuple[slice, ...], out: np.ndarray) -> Pending:
         """Start reading a region; a leaf whose chunks or data files are missing is refused before it is read."""
         place = self.places[name]
@@ -67,7 +72,8 @@ class ItemSource:
             raise CheckpointError(
                 "a leaf cannot be read", leaves=[(name, problem or "no array")], where=self.folder.path
             )
-        return self._reader.read(name, place.name, place.array, self._has_fill(place.array), index, out)
+        started = self._decoder.read(name, place.name, place.array, index, out)
+        return started or self._reader.read(name, place.name, place.array, self._has_fill(place.array), index, out)
 
     def value(self, name: str) -> Value:
         """A string, or a Python or numpy number."""
@@ -96,7 +102,7 @@ class ItemSource:
         if place.problem or place.array is None or self.store is None:
             return place.problem
         try:
-            lengths = self.store.lengths(place.name)
+            lengths = {key: value.length for key, value in self.store.values(place.name).items()}
             return self._bad_chunk(place.name, place.array, lengths) or self.store.damage(place.name)
         except CheckpointError as error:
             return str(error).split("\n")[0]
@@ -106,7 +112,8 @@ class ItemSource:
         if key is not None:
             return f"chunk {key} of {stored!r} is missing"
         whole = array.value_bytes
-        wrong = next((key for key, length in lengths.items() if array.is_raw and length != whole), None)
+        is_raw = array.codec == "raw" and array.shard_shape is None
+        wrong = next((key for key, length in lengths.items() if is_raw and length != whole), None)
         return f"chunk {wrong} of {stored!r} has {lengths[wrong]:,} of {whole:,} bytes" if wrong else None
 
     def _has_fill(self, array: ZarrArray) -> bool:

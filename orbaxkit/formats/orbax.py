@@ -52,11 +52,12 @@ class _Contents:
 
 
 def open_item(folder: Folder, *, is_one_array: bool = False) -> ItemSource:
-    """Open an item's folder; `is_one_array` where the item is one array, stored under the name `checkpoint`."""
+    """Open an item's folder; `is_one_array` where an only leaf called `checkpoint` is the item itself."""
     names = folder.names()
     store = open_store(folder, names)
     structure = _structure(folder, names, store)
-    if is_one_array and [leaf.name for leaf in structure.leaves] == [CHECKPOINT]:
+    is_one_array = is_one_array and [leaf.name for leaf in structure.leaves] == [CHECKPOINT]
+    if is_one_array:
         structure = replace(structure, leaves=[replace(structure.leaves[0], path=())])
     leaves = in_tree_order(structure.leaves)
     contents = _contents(folder, names, leaves, store)

@@ -1,6 +1,7 @@
 """Where the arrays of one item lie: in an OCDBT store, or as one folder per array."""
 
 from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
@@ -27,8 +28,11 @@ class ArrayStore(Protocol):
     def stored_bytes(self, name: str) -> int:
         """The bytes of an array's stored values."""
 
-    def lengths(self, name: str) -> dict[str, int]:
-        """The length of each stored value of an array, by its key."""
+    def values(self, name: str) -> dict[str, Value]:
+        """Where each stored value of an array lies, by its key."""
+
+    def open(self, value: Value) -> AbstractContextManager[Any]:
+        """What a value lies in: an open file, or its own bytes."""
 
     def damage(self, name: str) -> str | None:
         """Why the stored values of an array cannot all be read, or None; found without reading them."""
@@ -74,21 +78,24 @@ class PlainStore:
 
     def stored_bytes(self, name: str) -> int:
         """From a listing."""
-        return sum(self.lengths(name).values())
+        return sum(value.length for value in self.values(name).values())
 
-    def lengths(self, name: str) -> dict[str, int]:
-        """List the array's folder."""
+    def values(self, name: str) -> dict[str, Value]:
+        """List the array's folder: each file is one value."""
         sizes = self.folder.sizes_below(name)
-        return {key: size for key, size in sizes.items() if key not in METADATA_NAMES}
+        return {key: Value(size, None, f"{name}/{key}", 0, "") for key, size in sizes.items() if key not in METADATA_NAMES}
+
+    def open(self, value: Value) -> AbstractContextManager[Any]:
+        """The value's file."""
+        return self.folder.open(value.file)
 
     def damage(self, name: str) -> str | None:
         """An empty file, or a Git LFS pointer."""
-        for key, size in self.lengths(name).items():
-            file = f"{name}/{key}"
-            if size == 0:
-                return f"{file} is empty"
-            if size < 256 and self._starts_with(file, LFS_HEAD):
-                return f"{file} {LFS_PROBLEM} ({LFS_HINT})"
+        for value in self.values(name).values():
+            if value.length == 0:
+                return f"{value.file} is empty"
+            if value.length < 256 and self._starts_with(value.file, LFS_HEAD):
+                return f"{value.file} {LFS_PROBLEM} ({LFS_HINT})"
         return None
 
     def _starts_with(self, file: str, head: bytes) -> bool:
@@ -147,9 +154,13 @@ class OcdbtStore:
         """From the index."""
         return sum([value.length for _, value in self.chunks.get(name, ())])
 
-    def lengths(self, name: str) -> dict[str, int]:
+    def values(self, name: str) -> dict[str, Value]:
         """From the index."""
-        return {key: value.length for key, value in self.chunks.get(name, ())}
+        return dict(self.chunks.get(name, ()))
+
+    def open(self, value: Value) -> AbstractContextManager[Any]:
+        """The value's data file, or its bytes where the index holds them."""
+        return self.folder.open(value.file) if value.inline is None else nullcontext(value.inline)
 
     def damage(self, name: str) -> str | None:
         """A data file that is missing or too short. TensorStore reads such values as empty, without an error."""

@@ -29,8 +29,7 @@ class ZarrArray:
     shard_shape: tuple[int, ...] | None
     separator: str
     prefix: str  # of the keys of stored values
-    is_raw: bool  # stored values are the elements' bytes, not compressed
-    is_native_c: bool  # C order and little-endian, no filters: what a plain decoder can read
+    codec: str | None  # how a chunk's C-ordered little-endian bytes are stored: "raw" or "zstd"; None: some other way
 
     @property
     def value_shape(self) -> tuple[int, ...]:
@@ -90,7 +89,6 @@ def _parse_cached(name: str, data: bytes) -> ZarrArray | str:
 
 def _parse_2(meta: dict[str, Any], name: str) -> ZarrArray:
     shape, chunks = _shapes(meta["shape"], meta["chunks"], name)
-    compressor, filters = meta.get("compressor"), meta.get("filters") or None
     return ZarrArray(
         driver="zarr",
         shape=shape,
@@ -99,8 +97,7 @@ def _parse_2(meta: dict[str, Any], name: str) -> ZarrArray:
         shard_shape=None,
         separator=_separator(meta.get("dimension_separator", ".")),
         prefix="",
-        is_raw=compressor is None and filters is None,
-        is_native_c=meta.get("order", "C") == "C" and filters is None and not str(meta["dtype"]).startswith(">"),
+        codec=_codec_2(meta),
     )
 
 
@@ -112,7 +109,6 @@ def _parse_3(meta: dict[str, Any], name: str) -> ZarrArray:
         raise CheckpointError(f"has a chunk grid that is not regular: {grid['name']}")
     shape, outer = _shapes(meta["shape"], grid["configuration"]["chunk_shape"], name)
     separator, prefix = _keys_3(meta.get("chunk_key_encoding") or {"name": "default"})
-    codecs = [codec["name"] for codec in meta["codecs"]]
     sharding = next((codec["configuration"] for codec in meta["codecs"] if codec["name"] == "sharding_indexed"), None)
     inner = outer if sharding is None else checked_sizes(sharding["chunk_shape"], name, "chunk_shape")
     if len(inner) != len(shape) or not all(inner):
@@ -128,9 +124,30 @@ def _parse_3(meta: dict[str, Any], name: str) -> ZarrArray:
         shard_shape=None if sharding is None else outer,
         separator=separator,
         prefix=prefix,
-        is_raw=codecs == ["bytes"],
-        is_native_c="transpose" not in codecs,
+        codec=_codec_3(meta["codecs"]) if sharding is None else _sharded_codec(meta["codecs"], sharding),
     )
+
+
+def _codec_2(meta: dict[str, Any]) -> str | None:
+    if meta.get("order", "C") != "C" or meta.get("filters") or str(meta["dtype"]).startswith(">"):
+        return None
+    compressor = meta.get("compressor")
+    return "raw" if compressor is None else "zstd" if compressor.get("id") == "zstd" else None
+
+
+def _codec_3(codecs: list[dict[str, Any]]) -> str | None:
+    """`bytes`, or `bytes` then `zstd`; one-byte elements need no endianness."""
+    endian = (codecs[0].get("configuration") or {}).get("endian", "little")
+    names = [codec["name"] for codec in codecs]
+    return {("bytes",): "raw", ("bytes", "zstd"): "zstd"}.get(tuple(names)) if endian == "little" else None
+
+
+def _sharded_codec(codecs: list[dict[str, Any]], sharding: dict[str, Any]) -> str | None:
+    """Of the chunks inside, where shards are the only codec and their index lies at their end as Orbax writes it."""
+    index = [codec["name"] for codec in sharding.get("index_codecs", ())]
+    is_usual = len(codecs) == 1 and index == ["bytes", "crc32c"] and sharding.get("index_location", "end") == "end"
+    is_usual = is_usual and _codec_3(sharding["index_codecs"][:1]) == "raw"
+    return _codec_3(sharding["codecs"]) if is_usual else None
 
 
 def _shapes(shape: Any, chunks: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...]]:

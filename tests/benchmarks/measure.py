@@ -82,3 +82,9 @@ def _last_json(text: str) -> Any:
         return json.loads(lines[-1]) if lines else None
     except ValueError:
         return None
+
+
+def bytes_read() -> int:
+    """The bytes that this process has read from files so far, by whatever library (Linux counts them)."""
+    with open("/proc/self/io") as counters:
+        return int(counters.readline().split()[1])
