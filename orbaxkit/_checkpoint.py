@@ -122,7 +122,7 @@ class Checkpoint:
                 where=self.path,
                 hint=f"other items: {', '.join(shorten(self.layout.other_items)) or 'none'}",
             )
-        if len(self._sources) == 1:
+        if len(self._sources) == 1 and (self.item is not None or not self.layout.is_composite):
             return self._sources[next(iter(self._sources))]
         return join(self._sources)
 

@@ -45,7 +45,11 @@ _FOREIGN = {
 
 @dataclass(frozen=True)
 class Layout:
-    """Where a checkpoint's items lie. `items` are its trees, `other_items` everything else beside them."""
+    """Where a checkpoint's items lie. `items` are its trees, `other_items` everything else beside them.
+
+    `is_composite`: outside a run, a tree beside JSON items; their names were chosen by whoever saved, so that even one
+    tree goes by its name. In a step of a run one tree is the tree.
+    """
 
     path: str
     format: str
@@ -56,6 +60,7 @@ class Layout:
     steps: tuple[tuple[int, str], ...] = ()
     unfinished: tuple[str, ...] = ()
     is_finished: bool = True
+    is_composite: bool = False
     root: str | None = None
     writer: str | None = None
     notes: tuple[str, ...] = ()
@@ -256,6 +261,7 @@ def _step_layout(folder: Folder, names: Mapping[str, bool]) -> Layout:
         step=step,
         step_name=None if step is None else folder.name,
         is_finished=finished_name(folder.name) is None and not inner,
+        is_composite=step is None and any(folder.file_size(f"{name}/metadata") is not None for name in others),
         unfinished=tuple(inner),
         root=None if step is None else folder.parent.path,
     )
