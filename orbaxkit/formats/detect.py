@@ -171,7 +171,7 @@ def _steps(folder: Folder, names: Mapping[str, bool]) -> list[tuple[int, str]]:
             continue
         if number is not None:
             steps.append((number, name))
-    is_one_step = len(trees) == len(steps) and any(step_of(name) is None for name in trees)
+    is_one_step = all(name in trees for _, name in steps) and any(step_of(name) is None for name in trees)
     return [] if is_one_step else sorted(steps)
 
 
@@ -220,7 +220,7 @@ def _item_layout(folder: Folder, names: Mapping[str, bool]) -> Layout:
     shown = finished_name(folder.name) or folder.name
     parent = folder.parent
     number, outer = step_of(folder.name), step_of(parent.name)
-    is_in_step = number is None and (outer is not None or _is_marked_step(parent, _names_or_none(parent)))
+    is_in_step = number is None and _is_step_of(parent, folder.name)
     step_folder = parent if is_in_step else folder
     step = outer if is_in_step else number
     strays = {name: folder.where(name) for name, is_folder in names.items() if _is_stray(name, is_folder)}
@@ -234,6 +234,12 @@ def _item_layout(folder: Folder, names: Mapping[str, bool]) -> Layout:
         is_finished=finished_name(folder.name) is None and finished_name(parent.name) is None,
         root=None if step is None else step_folder.parent.path,
     )
+
+
+def _is_step_of(parent: Folder, item: str) -> bool:
+    """Whether an item's folder lies in a step: `run_7/ckpt` may be any folder of a user's."""
+    name = finished_name(parent.name) or parent.name
+    return name.isdecimal() or item == DEFAULT_ITEM or _is_marked_step(parent, _names_or_none(parent))
 
 
 def _names_or_none(folder: Folder) -> Mapping[str, bool]:

@@ -64,8 +64,8 @@ class ItemSource:
             with self.folder.open(self.inline_file) as file:
                 read_into(file, place.inline, index, out, self.folder.where(self.inline_file))
             return Done()
-        if place.array is None and place.inline is not None:
-            out[...] = np.frombuffer(place.inline, np.uint8)[index] if out.ndim else place.inline
+        if place.inline is not None:
+            out[...] = np.frombuffer(place.inline, np.uint8)[index] if isinstance(place.inline, bytes) else place.inline
             return Done()
         problem = self._problem(name)
         if problem or place.array is None:

@@ -8,7 +8,8 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from io import BufferedIOBase
+from typing import Any
 
 import numpy as np
 
@@ -63,7 +64,7 @@ class StoredArray:
 Node = Any
 
 
-def decode(file: BinaryIO, size: int, where: str) -> Node:
+def decode(file: BufferedIOBase, size: int, where: str) -> Node:
     """The tree in a msgpack file of `size` bytes; `where` names it in errors."""
     reader = _Reader(file, size, where)
     tree = reader.value(0)
@@ -74,7 +75,7 @@ def decode(file: BinaryIO, size: int, where: str) -> Node:
 
 @dataclass
 class _Reader:
-    file: BinaryIO
+    file: BufferedIOBase
     size: int
     where: str
     at: int = 0
@@ -223,7 +224,7 @@ def _in_order(node: dict[str, Node]) -> Iterator[Node]:
     return (node[key] for key in sorted(node, key=lambda key: (len(key), key)))
 
 
-def read_into(file: BinaryIO, array: StoredArray, index: tuple[slice, ...], out: np.ndarray, where: str) -> None:
+def read_into(file: BufferedIOBase, array: StoredArray, index: tuple[slice, ...], out: np.ndarray, where: str) -> None:
     """Fill `out` with a region: straight from the file where it is the whole array, through a copy of it where not."""
     whole = out.shape == array.shape
     target = out if whole else np.empty(array.shape, array.dtype)
@@ -231,7 +232,7 @@ def read_into(file: BinaryIO, array: StoredArray, index: tuple[slice, ...], out:
     at = 0
     for offset, length in array.pieces:
         file.seek(offset)
-        if length and file.readinto(view[at : at + length]) != length:  # type: ignore[attr-defined]
+        if length and file.readinto(view[at : at + length]) != length:
             raise file_error(where, f"is cut short at byte {offset:,}")
         at += length
     if not whole:

@@ -126,7 +126,7 @@ def _dump(folder: Folder, base: Any, location: str | None) -> dict[str, Any]:
     if location is None:
         pending = ts.ocdbt.dump(base)
     else:
-        file, offset, length = _parse_location(location, folder)
+        file, offset, length = parse_location(location, folder)
         _check_extent(folder, file, offset, length)
         pending = ts.ocdbt.dump(base, location)
     try:
@@ -170,11 +170,11 @@ def _leaf_entries(
         if inline is not None:
             yield key, Value(len(inline), inline, "", 0, part)
         else:
-            file, offset, length = _parse_location(entry["indirect_value"], folder)
+            file, offset, length = parse_location(entry["indirect_value"], folder)
             yield key, Value(length, None, inside + file, offset, part)
 
 
-def _parse_location(text: str, folder: Folder) -> tuple[str, int, int]:
+def parse_location(text: str, folder: Folder) -> tuple[str, int, int]:
     """`kind:folder:file:offset:length`, its names percent-encoded and not to be trusted."""
     try:
         _, base, name, offset, length = text.split(":")

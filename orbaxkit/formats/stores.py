@@ -83,7 +83,9 @@ class PlainStore:
     def values(self, name: str) -> dict[str, Value]:
         """List the array's folder: each file is one value."""
         sizes = self.folder.sizes_below(name)
-        return {key: Value(size, None, f"{name}/{key}", 0, "") for key, size in sizes.items() if key not in METADATA_NAMES}
+        return {
+            key: Value(size, None, f"{name}/{key}", 0, "") for key, size in sizes.items() if key not in METADATA_NAMES
+        }
 
     def open(self, value: Value) -> AbstractContextManager[Any]:
         """The value's file."""

@@ -54,6 +54,8 @@ def inline_spec(node: Node, value_type: str | None) -> LeafSpec:
     if isinstance(node, StoredArray):
         kind = kind_of(value_type, node.shape, node.dtype)
         return LeafSpec(node.shape, node.dtype, kind, node.nbytes, chunk_shape=node.shape)
+    if isinstance(node, bytes):
+        return LeafSpec((len(node),), np.dtype("uint8"), "numpy", len(node), chunk_shape=(len(node),))
     if isinstance(node, str):
         return LeafSpec(kind="string", stored_bytes=len(node.encode("utf-8", "surrogatepass")))
     dtype = _scalar_dtype(node)
