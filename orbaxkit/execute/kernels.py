@@ -19,7 +19,7 @@ from orbaxkit.planning.numbers import is_checked_cast
 
 # Layers smaller than this leave an array together, as many as make up so many bytes.
 BATCH_BYTES = 1 << 20
-BATCH_COUNT = 32
+BATCH_COUNT = 4  # more at a time take XLA longer to compile than they save
 
 
 def must_see_values(expr: Expr) -> bool:
