@@ -108,7 +108,8 @@ def concat(xs: Iterable[Expr], axis: int) -> Expr:
     xs = tuple(xs)
     _check_joinable(xs, "joined")
     axis = _axis(xs[0], axis)
-    odd = [x for x in xs if _without(x.shape, axis) != _without(xs[0].shape, axis)]
+    ndim, rest = len(xs[0].shape), _without(xs[0].shape, axis)
+    odd = [x for x in xs if len(x.shape) != ndim or _without(x.shape, axis) != rest]
     if odd:
         raise TransformError(f"shapes differ besides axis {axis}: {describe(xs[0])} and {describe(odd[0])}")
     parts = _merged([p for x in xs for p in (x.xs if isinstance(x, Concat) and x.axis == axis else (x,))], axis)

@@ -135,7 +135,7 @@ def _pull_concat(xs: tuple[Expr, ...], axis: int, spans: Spans) -> Iterator[tupl
 def _pull_reshape(source: tuple[int, ...], shape: tuple[int, ...], spans: Spans) -> Spans:
     """Axis group by axis group: the smallest box of the source that holds the region's elements."""
     if any(low == high for low, high in spans):
-        return tuple([(0, 0) for _ in source])
+        return tuple([(0, size if 0 in source else 0) for size in source])
     out: list[Span] = []
     for ours, theirs in _axis_groups(source, shape):
         sizes, part = [shape[k] for k in theirs], [spans[k] for k in theirs]
