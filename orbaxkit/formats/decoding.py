@@ -80,7 +80,9 @@ class _Job:
         except (_Undecodable, EOFError, MemoryError) as error:
             key = self.array.key(self.position)
             problem = f"chunk {key}{f' in {self.value.file}' if self.value.file else ''}: {error}"
-            raise CheckpointError("a leaf cannot be read", leaves=[(self.leaf, problem)], where=self.store.where("")) from None
+            raise CheckpointError(
+                "a leaf cannot be read", leaves=[(self.leaf, problem)], where=self.store.where("")
+            ) from None
 
     def _read(self, extent: "_Extent") -> None:
         if self.array.shard_shape is None:
@@ -91,7 +93,9 @@ class _Job:
         inside = [range(p * n, (p + 1) * n) for p, n in zip(self.position, per_shard, strict=True)]
         for chunk in _touched(self.array.chunk_shape, self.index):
             if all(at in span for at, span in zip(chunk, inside, strict=True)):
-                offset, length = entries[tuple(at - span.start for at, span in zip(chunk, inside, strict=True))].tolist()
+                offset, length = entries[
+                    tuple(at - span.start for at, span in zip(chunk, inside, strict=True))
+                ].tolist()
                 if offset == _NO_CHUNK:
                     raise _Undecodable("it is missing in its shard")
                 self._decode(extent.part(offset, length), chunk)
@@ -101,7 +105,9 @@ class _Job:
         sizes = self.array.chunk_shape
         bounds = [(at * size, (at + 1) * size) for at, size in zip(chunk, sizes, strict=True)]
         common = [(max(a, s.start), min(b, s.stop)) for (a, b), s in zip(bounds, self.index, strict=True)]
-        place = self.out[(*(slice(a - s.start, b - s.start) for (a, b), s in zip(common, self.index, strict=True)), ...)]
+        place = self.out[
+            (*(slice(a - s.start, b - s.start) for (a, b), s in zip(common, self.index, strict=True)), ...)
+        ]
         if place.shape == sizes and place.flags.c_contiguous:
             _fill(place, extent, self.array.codec)
             return
@@ -159,7 +165,9 @@ def _fill(place: np.ndarray, extent: _Extent, codec: str | None) -> None:
     except zstandard.ZstdError as error:
         raise _Undecodable(f"not zstd, or damaged: {error}") from None
     if filled != len(view) or is_more:
-        raise _Undecodable(f"decodes to {'more' if is_more else f'{filled:,} bytes, fewer'} than its {len(view):,} bytes")
+        raise _Undecodable(
+            f"decodes to {'more' if is_more else f'{filled:,} bytes, fewer'} than its {len(view):,} bytes"
+        )
 
 
 def _read_into(reader: Any, view: memoryview) -> int:
