@@ -6,38 +6,36 @@ from typing import Any
 import jax
 import numpy as np
 
-from orbaxkit.errors import TransformError
 from orbaxkit.execute.gather import Gather
 from orbaxkit.execute.kernels import evaluate, must_see_values
 from orbaxkit.execute.pieces import full
+from orbaxkit.growing import Grown, regrow
 from orbaxkit.planning import Expr, Output, Plan, Transform, make_plan
 from orbaxkit.planning.host import evaluate as evaluate_on_host
-from orbaxkit.planning.nodes import Fill, Read, reads_of
-from orbaxkit.growing import Grown, regrow
+from orbaxkit.planning.nodes import Read, reads_of
 from orbaxkit.trees import Target, flatten
 
 
 def apply(tree: Any, *transforms: Transform) -> Any:
-    """Apply transforms to a tree in memory and return the same kinds of containers with the new leaves.
+    """Apply transforms to a tree in memory; the new leaves come back in the same kinds of containers.
 
-    Leaves that only move are the same objects; jax arrays are computed by jitted kernels where they lie, numpy arrays by
-    numpy, and descriptions (`jax.ShapeDtypeStruct`) give descriptions. The tree itself is unchanged.
+    Leaves that only move are the same objects; jax arrays are computed by jitted kernels where they lie, numpy arrays
+    by numpy, and descriptions (`jax.ShapeDtypeStruct`) give descriptions. The tree itself is unchanged.
 
     Raises:
         TransformError: a rule cannot be applied to these leaves.
         TargetError: the result has leaves for which a container (a TrainState, a NamedTuple) has no place.
 
     >>> import jax.numpy as jnp
-    >>> ok.apply({"layers": {"w": jnp.ones((2, 3))}}, ok.unstack("layers", into="layers_{i}", axis=0)).keys()
+    >>> tree = {"layers": {"w": jnp.ones((2, 3))}}
+    >>> ok.apply(tree, ok.unstack("layers", into="layers_{i}", axis=0)).keys()
     dict_keys(['layers_0', 'layers_1'])
     """
     target = flatten(tree)
     plan = make_plan(target.specs, *transforms)
     values = _values(plan, target)
     grown = [Grown(output.path, values[name], _origin(output.expr, target)) for name, output in plan.outputs.items()]
-    if [(g.path, g.origin and g.origin.path) for g in grown] == [(leaf.path, leaf.path) for leaf in target.leaves.values()]:
-        return target.rebuild(values)
-    return regrow(tree, grown)
+    return target.rebuild(values) if list(values) == list(target.leaves) else regrow(tree, grown)
 
 
 def _origin(expr: Expr, target: Target) -> Any:
@@ -88,12 +86,12 @@ def _leaf_nodes(expr: Expr) -> list[Read]:
     return list(found.values())
 
 
-def _device_value(read: Read, target: Target) -> jax.Array:
+def _device_value(read: Expr, target: Target) -> jax.Array:
     value = target.leaves[read.name].value if read.source is None else _host_value(read, target)
     return value if isinstance(value, jax.Array) else jax.device_put(np.asarray(value, read.dtype))
 
 
-def _host_value(read: Read, target: Target) -> np.ndarray:
+def _host_value(read: Expr, target: Target) -> np.ndarray:
     if read.source is None:
         value = target.leaves[read.name].value
         return np.asarray(jax.random.key_data(value) if read.kind == "key" else value)

@@ -40,10 +40,10 @@ def restore(
     step: int | None = None,
     item: str | None = None,
 ) -> Any:
-    """Restore a checkpoint's tree, or what `transforms` make of it, into `target`'s containers or nested dicts and lists.
+    """Restore a checkpoint's tree, or what `transforms` make of it, into `target`'s containers or dicts and lists.
 
-    Without a target, jax arrays go whole to the default device (or under `sharding`: one for all arrays, or a function of
-    path and spec), numpy arrays and numbers stay what they were saved as. With a target, its leaves (arrays or
+    Without a target, jax arrays go whole to the default device (or under `sharding`: one for all arrays, or a function
+    of path and spec), numpy arrays and numbers stay what they were saved as. With a target, its leaves (arrays or
     `jax.ShapeDtypeStruct`) decide shapes, dtypes and shardings. `as_numpy` gives host arrays and touches no device.
 
     Args:
@@ -86,8 +86,8 @@ def restore_params(
 ) -> Any:
     """Restore the params alone, wherever they are in the tree; the bytes of everything else stay unread.
 
-    Finds `params`, `params/params`, an item of that name, a model beside an optimizer, or a bare tree of params, and logs
-    which it took and why. The result, like `target`, is the params tree itself. Other arguments as in `restore`.
+    Finds `params`, `params/params`, an item of that name, a model beside an optimizer, or a bare tree of params, and
+    logs which it took and why. The result, like `target`, is the params tree itself. Other arguments as in `restore`.
 
     Args:
         which: "ema" or "raw", where a checkpoint has averaged and live params.
@@ -101,9 +101,17 @@ def restore_params(
     found = find_params(ckpt.specs, which)
     log.info("params taken from %s", found)
     return restore(
-        ckpt, *_moved_to_root(found.path), target=target, dtype=dtype, sharding=sharding, as_numpy=as_numpy, strip_value=strip_value,
-        on_missing=on_missing, on_unexpected=on_unexpected, on_shape_mismatch=on_shape_mismatch,
-    )  # fmt: skip
+        ckpt,
+        *_moved_to_root(found.path),
+        target=target,
+        dtype=dtype,
+        sharding=sharding,
+        as_numpy=as_numpy,
+        strip_value=strip_value,
+        on_missing=on_missing,
+        on_unexpected=on_unexpected,
+        on_shape_mismatch=on_shape_mismatch,
+    )
 
 
 def _moved_to_root(path: KeyPath) -> tuple[Transform, ...]:
@@ -113,7 +121,9 @@ def _moved_to_root(path: KeyPath) -> tuple[Transform, ...]:
 
 def _strip(plan: Plan) -> Plan:
     """Drop the `value` level of leaves where it is the only child of its parent."""
-    children = Counter(path for path, _ in {(o.path[:i], o.path[i]) for o in plan.outputs.values() for i in range(len(o.path))})
+    children = Counter(
+        path for path, _ in {(o.path[:i], o.path[i]) for o in plan.outputs.values() for i in range(len(o.path))}
+    )
     outputs = {}
     for output in plan.outputs.values():
         is_box = output.path[-1:] == ("value",) and children[output.path[:-1]] == 1
@@ -169,7 +179,9 @@ def _as_wanted(values: Mapping[str, Any], target: Target, placements: Mapping[st
         except (ValueError, TypeError, OverflowError):
             lost.append((name, f"the value {value!r} does not survive as {leaf.spec}"))
     if lost:
-        raise TargetError("the target's types cannot hold these numbers", leaves=lost, hint="give the target a wider dtype there")
+        raise TargetError(
+            "the target's types cannot hold these numbers", leaves=lost, hint="give the target a wider dtype there"
+        )
     return out
 
 

@@ -7,15 +7,15 @@ Its text joins the segments with `/`; a key that would be ambiguous there is quo
 import difflib
 import json
 import re
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from typing import Any
 
 from orbaxkit.errors import TransformError
 
 Segment = str | int
 KeyPath = tuple[Segment, ...]
-PatternLike = "str | re.Pattern[str] | Pattern"
 
 _NEEDS_QUOTES = re.compile(r'[/*{"]')
 _QUOTED = re.compile(r'"(?:[^"\\]|\\.)*"')
@@ -91,11 +91,11 @@ DEEP = Wildcard("**")
 class Match:
     """What the wildcards stood for: `wild` in order, `named` by name.
 
-    `**` stands for a tuple of typed segments, a wildcard that fills a segment for that typed segment, any other for text.
+    `**` stands for a tuple of typed segments, a wildcard that fills a segment for that segment, any other for text.
     """
 
     wild: tuple[KeyPath | Segment, ...] = ()
-    named: Mapping[str, Segment] = None  # type: ignore[assignment]
+    named: Mapping[str, Segment] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,8 @@ class Pattern:
         return found and self._explain(found, encoded, path)
 
     def _explain(self, found: re.Match[str], encoded: str, path: KeyPath) -> Match:
-        wild, named = [], {}
+        wild: list[KeyPath | Segment] = []
+        named: dict[str, Any] = {}  # a capture stays within a segment
         for group, token in enumerate(self.wildcards, start=1):
             value = _typed(encoded, found.span(group), path, token is DEEP)
             if token.name:
@@ -191,7 +192,7 @@ def _encode(path: KeyPath) -> str:
 
 
 def _path_regex(globs: tuple[Glob, ...]) -> str:
-    """Every `**` but the last takes as little as it can and never reconsiders: no match is lost, none is searched twice."""
+    """Every `**` but the last takes as little as it can, for good: no match is lost by it, none is searched twice."""
     blocks: list[str] = [""]
     for glob in globs:
         if glob == (DEEP,):
@@ -205,7 +206,7 @@ def _path_regex(globs: tuple[Glob, ...]) -> str:
 
 
 def _segment_regex(glob: Glob) -> str:
-    """The same within a segment: a wildcard and the literal behind it are one atomic step, but for the last wildcard."""
+    """The same within a segment: a wildcard and the literal behind it are one atomic step, all but the last."""
     wild = [i for i, token in enumerate(glob) if isinstance(token, Wildcard)]
     out = []
     for i, token in enumerate(glob):
@@ -232,7 +233,7 @@ def _typed(encoded: str, span: tuple[int, int], path: KeyPath, is_deep: bool) ->
 
 
 def expand(template: Pattern, match: Match) -> KeyPath:
-    """Fill a template (`"layers/{i}/**"`) with what a pattern's wildcards stood for; a segment that is one wildcard keeps its type."""
+    """Fill a template (`"layers/{i}/**"`) with what wildcards stood for; one that fills a segment keeps its type."""
     wild = iter(match.wild)
     out: list[Segment] = []
     for glob in template.globs:
@@ -244,7 +245,7 @@ def expand(template: Pattern, match: Match) -> KeyPath:
     return tuple(out)
 
 
-def _value_of(token: "str | Wildcard", match: Match, wild) -> "KeyPath | Segment":
+def _value_of(token: str | Wildcard, match: Match, wild: Iterator[KeyPath | Segment]) -> KeyPath | Segment:
     if isinstance(token, str):
         return token
     return match.named[token.name] if token.name else next(wild)

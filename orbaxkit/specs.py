@@ -16,11 +16,38 @@ Kind = Literal["array", "numpy", "scalar", "string", "key", "empty"]
 # The closed list of dtypes a file may name.
 DTYPES: Mapping[str, np.dtype] = {
     name: np.dtype(getattr(ml_dtypes, name, name))
-    for name in (
-        "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 bfloat16 "
-        "int2 int4 uint2 uint4 float8_e3m4 float8_e4m3 float8_e4m3b11fnuz float8_e4m3fn float8_e4m3fnuz float8_e5m2 "
-        "float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn float6_e2m3fn float6_e3m2fn"
-    ).split()
+    for name in [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+        "bfloat16",
+        "int2",
+        "int4",
+        "uint2",
+        "uint4",
+        "float8_e3m4",
+        "float8_e4m3",
+        "float8_e4m3b11fnuz",
+        "float8_e4m3fn",
+        "float8_e4m3fnuz",
+        "float8_e5m2",
+        "float8_e5m2fnuz",
+        "float8_e8m0fnu",
+        "float4_e2m1fn",
+        "float6_e2m3fn",
+        "float6_e3m2fn",
+    ]
     if hasattr(ml_dtypes, name) or name in np.sctypeDict
 }
 
@@ -34,7 +61,7 @@ class SavedSharding:
 
     axis_names: tuple[str, ...] = ()
     mesh_shape: tuple[int, ...] = ()
-    partition: tuple[None | str | tuple[str, ...], ...] = ()
+    partition: tuple[str | tuple[str, ...] | None, ...] = ()
     device: str | None = None  # of a single-device array: "cuda:0"
 
     def __str__(self) -> str:

@@ -8,14 +8,14 @@ import numpy as np
 
 from orbaxkit.errors import TargetError
 from orbaxkit.paths import KeyPath, format_path
-from orbaxkit.specs import LeafSpec, Specs
+from orbaxkit.specs import Kind, LeafSpec, Specs
 
 _KEY_IMPLS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
 
 
 @dataclass(frozen=True)
 class TargetLeaf:
-    """One leaf of a target. `is_boxed`: it sits in a box (an nnx Variable, a linen Partitioned) under a `value` level."""
+    """One leaf of a target. `is_boxed`: it lies in a box (an nnx Variable, a linen Partitioned), under `value`."""
 
     path: KeyPath
     value: Any
@@ -60,7 +60,7 @@ class Target:
 
 
 def flatten(tree: Any) -> Target:
-    """Flatten a concrete or abstract tree: dict, FrozenDict, TrainState, nnx State or module, dataclass, NamedTuple, list…
+    """Flatten a concrete or abstract tree: dicts, TrainState, nnx State or module, dataclass, NamedTuple, lists…
 
     Raises TargetError where a leaf is neither an array, a number nor a string.
     """
@@ -139,7 +139,7 @@ def spec_of(value: Any) -> LeafSpec | None:
     name = str(value.dtype)
     if name.startswith("key<"):
         return LeafSpec(tuple(value.shape), np.dtype("uint32"), "key", key_impl=_KEY_IMPLS.get(name[4:-1], name[4:-1]))
-    kind = "scalar" if isinstance(value, np.generic) else "numpy" if isinstance(value, np.ndarray) else "array"
+    kind: Kind = "scalar" if isinstance(value, np.generic) else "numpy" if isinstance(value, np.ndarray) else "array"
     return LeafSpec(tuple(value.shape), np.dtype(value.dtype), kind)
 
 
@@ -164,4 +164,3 @@ def _same(converted: Any, original: Any) -> Any:
     if converted != original and not (converted != converted and original != original):
         raise ValueError(original)
     return converted
-

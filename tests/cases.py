@@ -1,4 +1,4 @@
-"""The checkpoints that tests restore, written by plain Orbax. F1, F2… are the recipes that the tests' names refer to."""
+"""The checkpoints that tests restore, written by plain Orbax. Tests refer to the recipes F1, F2… by these names."""
 
 import os
 import subprocess
@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
@@ -34,7 +33,8 @@ import sys, jax, numpy as np, orbax.checkpoint as ocp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
 mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"))
 put = lambda x, *spec: jax.device_put(x, NamedSharding(mesh, P(*spec)))
-tree = {"w": put(np.arange(64, dtype=np.float32).reshape(8, 8), "data", "model"), "b": put(np.arange(8, dtype=np.float32))}
+w, b = np.arange(64, dtype=np.float32).reshape(8, 8), np.arange(8, dtype=np.float32)
+tree = {"w": put(w, "data", "model"), "b": put(b)}
 ocp.PyTreeCheckpointer().save(sys.argv[1], tree)
 """
 
@@ -49,6 +49,9 @@ def save_f2(path: Path) -> Path:
 def f6_tree() -> dict[str, Any]:
     """F6: four scanned layers along axis 1."""
     return {
-        "layers": {"w": np.arange(8 * 4 * 16, dtype=np.float32).reshape(8, 4, 16), "norm": np.arange(32.0, dtype=np.float32).reshape(8, 4)},
+        "layers": {
+            "w": np.arange(8 * 4 * 16, dtype=np.float32).reshape(8, 4, 16),
+            "norm": np.arange(32.0, dtype=np.float32).reshape(8, 4),
+        },
         "embed": np.ones((10, 8), np.float32),
     }

@@ -74,7 +74,9 @@ def test_int_keys_stay_numbers():
 
 class Scanned(nnx.Module):
     def __init__(self):
-        self.layers = nnx.Dict(w=nnx.Param(jnp.ones((2, 3)))) if hasattr(nnx, "Dict") else {"w": nnx.Param(jnp.ones((2, 3)))}
+        self.layers = (
+            nnx.Dict(w=nnx.Param(jnp.ones((2, 3)))) if hasattr(nnx, "Dict") else {"w": nnx.Param(jnp.ones((2, 3)))}
+        )
 
 
 def test_nnx_state_stays_a_state_of_params():
@@ -99,10 +101,13 @@ class Struct:
 @pytest.mark.parametrize(
     "tree",
     [
-        {"x": jnp.ones(2)}, [jnp.ones(2), (jnp.ones(1), {"a": 3})], Struct(jnp.ones(2)), {"k": jax.random.key(0), "s": "text", "n": None},
+        {"x": jnp.ones(2)},
+        [jnp.ones(2), (jnp.ones(1), {"a": 3})],
+        Struct(jnp.ones(2)),
+        {"k": jax.random.key(0), "s": "text", "n": None},
     ],
     ids=["dict", "lists", "struct", "key, string and None"],
-)  # fmt: skip
+)
 def test_nothing_applied_is_the_identity(tree):
     same = ok.apply(tree)
     assert jax.tree.structure(same) == jax.tree.structure(tree)

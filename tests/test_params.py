@@ -35,7 +35,10 @@ def test_the_usual_trees(names, found):
 
 @pytest.mark.parametrize(
     "names",
-    [["params/w", "ema_params/w", "step"], ["params/params/w", "train_state/params/w", "train_state/opt_state/#0/mu/w"]],
+    [
+        ["params/w", "ema_params/w", "step"],
+        ["params/params/w", "train_state/params/w", "train_state/opt_state/#0/mu/w"],
+    ],
     ids=["beside", "openpi"],
 )
 def test_averaged_and_live_params_need_a_choice(names):

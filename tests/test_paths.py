@@ -107,7 +107,13 @@ def test_template_that_a_pattern_cannot_fill_is_refused(template, message):
 
 @pytest.mark.parametrize(
     ("pattern", "message"),
-    [("a//b", "empty segment"), ("a**", "stray"), ("a{", "stray"), ("{i}/{i}", "captures one name twice"), ('"a"b', "quoted")],
+    [
+        ("a//b", "empty segment"),
+        ("a**", "stray"),
+        ("a{", "stray"),
+        ("{i}/{i}", "captures one name twice"),
+        ('"a"b', "quoted"),
+    ],
 )
 def test_malformed_patterns_say_why(pattern, message):
     with pytest.raises(TransformError, match=message):

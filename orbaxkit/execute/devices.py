@@ -1,6 +1,7 @@
 """Run a plan: read what each output needs, once, into host arrays or sharded device arrays."""
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +24,13 @@ from orbaxkit.specs import LeafSpec, Specs
 # Where an output goes: a sharding, or None for a host array.
 Placements = Mapping[str, Sharding | None]
 
-_EMPTY = {"None": lambda: None, "Dict": dict, "List": list, "Tuple": tuple, "NamedTuple": tuple}
+_EMPTY: Mapping[str, Callable[[], Any]] = {
+    "None": lambda: None,
+    "Dict": dict,
+    "List": list,
+    "Tuple": tuple,
+    "NamedTuple": tuple,
+}
 
 
 def run(plan: Plan, source: Source, placements: Placements) -> dict[str, Any]:
@@ -66,7 +73,8 @@ def _computed(plan: Plan, names: list[str], source: Source, placements: Placemen
             host = _on_host(expr, source)
             values[name] = host if sharding is None else jax.device_put(host, sharding)
     rest = [name for name in names if name not in values]
-    return values | _on_devices({name: (plan.outputs[name].expr, placements[name]) for name in rest}, source)
+    wanted = {name: (plan.outputs[name].expr, sharding) for name in rest if (sharding := placements[name]) is not None}
+    return values | _on_devices(wanted, source)
 
 
 def _on_host(expr: Expr, source: Source) -> np.ndarray:
@@ -120,7 +128,7 @@ def _number(source: Source, read: Expr, spec: LeafSpec) -> Callable[[], Any]:
 
 
 def want(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callable[[], Any]:
-    """Ask for an array, whole on the host or in the parts that the local devices hold; call the result once it is read."""
+    """Ask for an array, whole on the host or in the parts that local devices hold; call the result once it is read."""
     if expr.kind == "key":
         return _want_keys(gather, expr, sharding)
     if sharding is None:
@@ -136,7 +144,7 @@ def want(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callable[[], 
         shards.extend(jax.device_put(host, _on(device, sharding)) for device in devices)
 
     for part, devices in devices_of.items():
-        gather.want(expr, part, lambda host, devices=devices: place(host, devices))
+        gather.want(expr, part, partial(place, devices=devices))
     return lambda: jax.make_array_from_single_device_arrays(expr.shape, sharding, shards)
 
 
@@ -146,13 +154,13 @@ def _want_keys(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callabl
     gather.want(expr, full(expr.shape), words.append)
 
     def finish() -> Any:
-        keys = jax.random.wrap_key_data(words.pop(), impl=expr.element.key_impl)
+        keys = jax.random.wrap_key_data(jax.numpy.asarray(words.pop()), impl=expr.element.key_impl)
         return keys if sharding is None else jax.device_put(keys, sharding)
 
     return finish
 
 
-def _spans(index: tuple[slice, ...], shape: tuple[int, ...]) -> Spans:
+def _spans(index: Any, shape: tuple[int, ...]) -> Spans:
     return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
 
 
@@ -170,7 +178,7 @@ def _refuse_narrowing(specs: Mapping[str, LeafSpec], placements: Placements) -> 
     ]  # fmt: skip
     if not wide:
         return
-    if not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    if not jax.config.jax_enable_x64:
         raise TargetError(
             f"{len(wide)} 64-bit {'array' if len(wide) == 1 else 'arrays'}, and jax has 64-bit types switched off",
             leaves=wide,

@@ -9,9 +9,9 @@ import numpy as np
 
 from orbaxkit.execute.pieces import Piece, full, lengths, pieces, slices
 from orbaxkit.execute.reading import BoundedReads, aligned_empty
-from orbaxkit.formats import Source
+from orbaxkit.formats import Source, part_of
 from orbaxkit.planning.host import cast_host, evaluate
-from orbaxkit.planning.nodes import Expr, Fill, Read
+from orbaxkit.planning.nodes import Expr, Fill
 from orbaxkit.planning.regions import Spans
 from orbaxkit.specs import LeafSpec
 
@@ -52,7 +52,7 @@ class _Task:
     @property
     def place(self) -> np.ndarray:
         """The view that the piece fills."""
-        return self.part.host[(*slices(self.piece.place), ...)]  # the ellipsis: a view of a 0-d array too
+        return part_of(self.part.host, self.piece.place)
 
     def direct(self) -> np.ndarray | None:
         """The place in the piece's own shape, where it can be read there without a copy."""
@@ -74,7 +74,7 @@ class Gather:
     """Collects what is wanted from sources, then reads each needed chunk once, with a bound on what is in flight."""
 
     source: Source
-    _tasks: dict[Read, list[_Task]] = field(default_factory=dict)
+    _tasks: dict[Expr, list[_Task]] = field(default_factory=dict)
 
     def want(self, expr: Expr, part: Spans, done: Callable[[np.ndarray], Any]) -> None:
         """Ask for a part of a gathered output; `done(host)` runs when it is there."""
@@ -87,11 +87,11 @@ class Gather:
             task = _Task(piece, piece.stored + full(piece.leaf.element.words), waiting)
             value = self._value(piece.leaf)
             if value is not None:
-                task.deliver(value[(*slices(piece.stored), ...)])
+                task.deliver(part_of(value, piece.stored))
             else:
                 self._tasks.setdefault(piece.leaf, []).append(task)
 
-    def _value(self, leaf: Read | Fill) -> np.ndarray | None:
+    def _value(self, leaf: Expr) -> np.ndarray | None:
         """What is known without reading an array: constants and numbers."""
         if isinstance(leaf, Fill):
             return evaluate(leaf, lambda read: np.empty(0))
@@ -108,13 +108,13 @@ class Gather:
         self._tasks.clear()
 
 
-def _source_of(leaf: Read, source: Source) -> Source:
+def _source_of(leaf: Expr, source: Source) -> Source:
     return source if leaf.source is None else leaf.source.source
 
 
 def _read(reads: BoundedReads, source: Source, name: str, tasks: list[_Task]) -> None:
     """Read one piece to its place, or the box around several once, and share it out."""
-    box = tuple((min(low), max(high)) for low, high in (zip(*spans, strict=True) for spans in zip(*[t.stored for t in tasks], strict=True)))
+    box = _box([task.stored for task in tasks])
     direct = tasks[0].direct() if len(tasks) == 1 else None
     if direct is not None:
         reads.start(source, name, slices(box), direct, lambda _: tasks[0].part.arrived())
@@ -123,10 +123,15 @@ def _read(reads: BoundedReads, source: Source, name: str, tasks: list[_Task]) ->
 
     def share(data: np.ndarray) -> None:
         for task in tasks:
-            inside = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(task.stored, box, strict=True))
-            task.deliver(data[(*inside, ...)])
+            inside = tuple((a - low, b - low) for (a, b), (low, _) in zip(task.stored, box, strict=True))
+            task.deliver(part_of(data, inside))
 
     reads.start(source, name, slices(box), out, share)
+
+
+def _box(parts: list[Spans]) -> Spans:
+    """The smallest part that holds all of them."""
+    return tuple((min(a for a, _ in spans), max(b for _, b in spans)) for spans in zip(*parts, strict=True))
 
 
 def _sharing_chunks(tasks: list[_Task], spec: LeafSpec) -> Iterable[list[_Task]]:

@@ -1,6 +1,6 @@
 """Evaluate expressions on devices, one jitted kernel per node.
 
-A kernel is compiled once per (operation, shape, dtype, sharding): positions along an axis are traced, so that ninety-six
+A kernel is compiled once per (operation, shape, dtype, sharding): positions along an axis are traced, so that all
 layers share one compilation, and small layers leave an array many at a time.
 """
 
@@ -33,8 +33,13 @@ def _looks(node: Expr) -> bool:
     return isinstance(node, Unreplicate) or (isinstance(node, Cast) and is_checked_cast(node.x.dtype, node.to))
 
 
-def evaluate(exprs: Sequence[Expr], given: Mapping[int, jax.Array], shardings: Sequence[Sharding | None]) -> list[jax.Array]:
-    """The values of expressions from those of some of their nodes, by `id`. `shardings` are of the results; None leaves it to jax."""
+def evaluate(
+    exprs: Sequence[Expr], given: Mapping[int, jax.Array], shardings: Sequence[Sharding | None]
+) -> list[jax.Array]:
+    """The values of expressions from those of some of their nodes, by `id`.
+
+    `shardings` are those of the results; None leaves a result where jax computes it.
+    """
     wanted = {id(expr): sharding for expr, sharding in zip(exprs, shardings, strict=True)}
     done: dict[int, Any] = {key: _on_auto_mesh(array) for key, array in given.items()}
     layers = _Layers(exprs, wanted, done)
@@ -61,7 +66,7 @@ class _Layers:
             if isinstance(node, Index):
                 self._positions.setdefault((id(node.x), node.axis), {})[node.i] = id(node)
 
-        fold(exprs, visit, {key: None for key in done})
+        fold(exprs, visit, dict.fromkeys(done))
 
     def take(self, node: Index, x: jax.Array) -> jax.Array:
         """One position; takes its neighbours along where layers are small."""
@@ -120,10 +125,10 @@ def _auto(sharding: Sharding | None) -> Sharding | None:
 
 
 def _on_auto_mesh(x: jax.Array) -> jax.Array:
-    return _relabelled(x, _auto(x.sharding))
+    return _relabelled(x, _auto(x.sharding) or x.sharding)
 
 
-def _explicit_mesh(arrays: Iterable[jax.Array]) -> Mesh | None:
+def _explicit_mesh(arrays: Iterable[jax.Array]) -> Any:
     """The mesh with explicit axes that arrays came on, which results without a sharding of their own go back to."""
     for x in arrays:
         if isinstance(x.sharding, NamedSharding) and _auto(x.sharding) is not x.sharding:

@@ -16,7 +16,7 @@ class Piece:
     Both have the same elements in the same order; axes of size 1 may differ. `casts` are applied on the way, in order.
     """
 
-    leaf: Read | Fill
+    leaf: Expr  # a Read or a Fill
     stored: Spans
     place: Spans
     casts: tuple[np.dtype, ...]

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -50,6 +50,12 @@ class Source(Protocol):
 
     def problems(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """`(leaf, what is wrong)` for leaves that cannot be read, found without reading array bytes."""
+
+
+def part_of(array: np.ndarray, spans: Iterable[tuple[int, int]]) -> np.ndarray:
+    """A view of the part between (start, stop) along each axis; the ellipsis makes it a view of a 0-d array too."""
+    index: Any = (*(slice(start, stop) for start, stop in spans), ...)
+    return array[index]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,12 +1,12 @@
 """The fast lane: stored values of local files decoded straight into the caller's buffer, nothing in between.
 
-It reads what Orbax writes by default (C order, little-endian, zstd or no compression, zarr 3 shards too). Anything else,
+It reads what Orbax writes by default: C order, little-endian, zstd or no compression, zarr 3 shards too. Anything else,
 and regions with missing values, go through TensorStore (`arrays`); both give the same bits.
 """
 
 import itertools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from orbaxkit.errors import CheckpointError
-from orbaxkit.formats import Pending
+from orbaxkit.formats import Pending, part_of
 from orbaxkit.formats.ocdbt import Value
 from orbaxkit.formats.stores import ArrayStore
 from orbaxkit.formats.zarr import ZarrArray
@@ -105,15 +105,17 @@ class _Job:
         sizes = self.array.chunk_shape
         bounds = [(at * size, (at + 1) * size) for at, size in zip(chunk, sizes, strict=True)]
         common = [(max(a, s.start), min(b, s.stop)) for (a, b), s in zip(bounds, self.index, strict=True)]
-        place = self.out[
-            (*(slice(a - s.start, b - s.start) for (a, b), s in zip(common, self.index, strict=True)), ...)
-        ]
+        place = part_of(self.out, _moved(common, [s.start for s in self.index]))
         if place.shape == sizes and place.flags.c_contiguous:
             _fill(place, extent, self.array.codec)
             return
         buffer = np.empty(sizes, self.array.dtype)
         _fill(buffer, extent, self.array.codec)
-        place[...] = buffer[(*(slice(a - low, b - low) for (a, b), (low, _) in zip(common, bounds, strict=True)), ...)]
+        place[...] = part_of(buffer, _moved(common, [low for low, _ in bounds]))
+
+
+def _moved(spans: Iterable[tuple[int, int]], origin: Iterable[int]) -> list[tuple[int, int]]:
+    return [(a - low, b - low) for (a, b), low in zip(spans, origin, strict=True)]
 
 
 class _Undecodable(Exception):
@@ -158,7 +160,7 @@ def _fill(place: np.ndarray, extent: _Extent, codec: str | None) -> None:
     view = memoryview(place.reshape(-1).view(np.uint8)) if place.size else memoryview(b"")
     reader: Any = extent
     if codec == "zstd":
-        reader = zstandard.ZstdDecompressor().stream_reader(extent, read_size=_READ_BYTES, read_across_frames=True)
+        reader = zstandard.ZstdDecompressor().stream_reader(reader, read_size=_READ_BYTES, read_across_frames=True)
     try:
         filled = _read_into(reader, view)
         is_more = bool(reader.read(1))

@@ -19,7 +19,11 @@ class Leniency:
     on_shape_mismatch: Literal["error", "keep"] = "error"
 
     def __post_init__(self) -> None:
-        allowed = {"on_missing": ("error", "keep"), "on_unexpected": ("error", "ignore"), "on_shape_mismatch": ("error", "keep")}
+        allowed = {
+            "on_missing": ("error", "keep"),
+            "on_unexpected": ("error", "ignore"),
+            "on_shape_mismatch": ("error", "keep"),
+        }
         for name, values in allowed.items():
             if getattr(self, name) not in values:
                 raise TargetError(f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(map(repr, values))}")
@@ -36,17 +40,21 @@ class Fit:
 def fit(found: Specs, target: Target, leniency: Leniency, *, strip_value: bool) -> Fit:
     """Match a plan's outputs to a target's leaves.
 
-    A first-level key that the target lacks was not asked for; below the keys it has, everything must match: names, shapes
-    and dtypes. A box (nnx Variable, linen Partitioned) matches with and without its `value` level; `strip_value` lets
+    A first-level key that the target lacks was not asked for; below the keys it has, everything must match: names,
+    shapes and dtypes. A box (nnx Variable, linen Partitioned) matches with and without its `value` level; `strip_value` lets
     any leaf do so. Raises one TargetError that lists every disagreement.
     """
     matched = {name: _partner(leaf, found, strip_value) for name, leaf in target.leaves.items()}
     missing = [name for name, partner in matched.items() if partner is None]
-    used = {partner for partner in matched.values()}
+    used = set(matched.values())
     unexpected = [name for name in _asked_for(found, target) if name not in used]
     pairs = {name: partner for name, partner in matched.items() if partner is not None}
     shapes = [name for name, partner in pairs.items() if _shapes_differ(found[partner], target.leaves[name])]
-    kinds = [(name, partner) for name, partner in pairs.items() if name not in set(shapes) and not _agree(found[partner], target.leaves[name])]
+    kinds = [
+        (name, partner)
+        for name, partner in pairs.items()
+        if name not in set(shapes) and not _agree(found[partner], target.leaves[name])
+    ]
 
     problems = []
     if leniency.on_missing == "error":
@@ -54,10 +62,19 @@ def fit(found: Specs, target: Target, leniency: Leniency, *, strip_value: bool) 
     if leniency.on_unexpected == "error":
         problems += [(name, f"unexpected: the target has no such leaf, found {found[name]}") for name in unexpected]
     if leniency.on_shape_mismatch == "error":
-        problems += [(name, f"shape: found {found[pairs[name]]}, target wants {target.leaves[name].spec}") for name in shapes]
-    problems += [(name, f"dtype: found {found[partner]}, target wants {target.leaves[name].spec}") for name, partner in kinds]
-    kept = [*(missing if leniency.on_missing == "keep" else ()), *(shapes if leniency.on_shape_mismatch == "keep" else ())]
-    problems += [(name, "abstract in the target: there is no value to keep") for name in kept if target.leaves[name].is_abstract]
+        problems += [
+            (name, f"shape: found {found[pairs[name]]}, target wants {target.leaves[name].spec}") for name in shapes
+        ]
+    problems += [
+        (name, f"dtype: found {found[partner]}, target wants {target.leaves[name].spec}") for name, partner in kinds
+    ]
+    kept = [
+        *(missing if leniency.on_missing == "keep" else ()),
+        *(shapes if leniency.on_shape_mismatch == "keep" else ()),
+    ]
+    problems += [
+        (name, "abstract in the target: there is no value to keep") for name in kept if target.leaves[name].is_abstract
+    ]
     if problems:
         raise _disagreement(problems, found, target, bool(pairs))
     return Fit({name: partner for name, partner in pairs.items() if name not in set(kept)}, tuple(kept))
@@ -91,7 +108,7 @@ def _shapes_differ(found: LeafSpec, leaf: TargetLeaf) -> bool:
 
 
 def _agree(found: LeafSpec, leaf: TargetLeaf) -> bool:
-    """Kinds and dtypes agree. Numbers have no dtype of their own: whether a value survives is checked once it is read."""
+    """Kinds and dtypes agree. Numbers have no dtype of their own: whether one survives is checked once it is read."""
     wanted = leaf.spec
     if found.kind in ("string", "key") or wanted.kind in ("string", "key"):
         return found.dtype_name == wanted.dtype_name

@@ -25,7 +25,7 @@ def unstack_with_jit(layers: dict) -> dict:
     """What people write: index every leaf inside one jitted function."""
     import jax
 
-    return jax.jit(lambda t: [jax.tree.map(lambda x: x[i], t) for i in range(LAYERS)])(layers)
+    return jax.jit(lambda t: [jax.tree.map(lambda x, i=i: x[i], t) for i in range(LAYERS)])(layers)
 
 
 def best(run, rounds: int) -> float:
@@ -68,7 +68,9 @@ def main(rounds: int) -> None:
     for label, kb in LAYER_KB.items():
         ways = ("orbaxkit", "numpy copy") + (("jax.jit",) if kb == 64 else ())
         found = {way: measure.python(__file__, "child", way, str(kb), str(rounds)).report for way in ways}
-        rows += [{"layers": label, "way": way, "first s": r["first"], "later s": r["later"]} for way, r in found.items()]
+        rows += [
+            {"layers": label, "way": way, "first s": r["first"], "later s": r["later"]} for way, r in found.items()
+        ]
         limit = 2.5 if kb == 64 else 1.3
         ratio = found["orbaxkit"]["later"] / found["numpy copy"]["later"]
         verdicts.append(measure.verdict(f"steady state against a numpy copy, {label}", ratio, limit))

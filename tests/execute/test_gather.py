@@ -25,7 +25,9 @@ class Arrays:
 
     @property
     def specs(self) -> Specs:
-        return Specs.of(((name,), LeafSpec(a.shape, a.dtype, chunk_shape=self.chunk)) for name, a in self.arrays.items())
+        return Specs.of(
+            ((name,), LeafSpec(a.shape, a.dtype, chunk_shape=self.chunk)) for name, a in self.arrays.items()
+        )
 
     def read(self, name, index, out):
         out[...] = self.arrays[name][index]
@@ -53,7 +55,9 @@ def gathered(draw, depth=3):
         return ex.read(draw(st.sampled_from("AB")), LeafSpec((2, 3, 4), DTYPES["float32"]))
     x = draw(gathered(depth=depth - 1))
     ndim = len(x.shape)
-    op = draw(st.sampled_from(["index", "slice", "stack", "concat", "cast"] if ndim and all(x.shape) else ["stack", "cast"]))
+    op = draw(
+        st.sampled_from(["index", "slice", "stack", "concat", "cast"] if ndim and all(x.shape) else ["stack", "cast"])
+    )
     axis = draw(st.integers(0, max(ndim - 1, 0)))
     if op == "index":
         return ex.index(x, axis, draw(st.integers(0, x.shape[axis] - 1)))
@@ -70,9 +74,7 @@ def gathered(draw, depth=3):
 @given(gathered(), st.data())
 def test_any_part_equals_numpy(expr, data):
     source = Arrays({"A": A, "B": B}, chunk=(1, 3, 2))
-    part = tuple(
-        (low := data.draw(st.integers(0, size)), data.draw(st.integers(low, size))) for size in expr.shape
-    )
+    part = tuple((low := data.draw(st.integers(0, size)), data.draw(st.integers(low, size))) for size in expr.shape)
     got = []
     gather = Gather(source)
     assert is_gathered(expr)

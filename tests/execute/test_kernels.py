@@ -15,7 +15,10 @@ TRANSFORMS = {
     "unstack": (ok.unstack("layers", into="layer_{i}", axis=0),),
     "unstack inner": (ok.unstack("layers", into="layer_{i}", axis=1),),
     "transpose": (ok.transpose("layers/w"),),
-    "transpose then unstack": (ok.transpose("layers/w", axes=(1, 0, 2)), ok.unstack("layers", into="layer_{i}", axis=0)),
+    "transpose then unstack": (
+        ok.transpose("layers/w", axes=(1, 0, 2)),
+        ok.unstack("layers", into="layer_{i}", axis=0),
+    ),
     "reshape": (ok.reshape("layers/w", (32, 16)),),
     "affine": (ok.affine("layers/w", scale=2.0, shift=1.0),),
     "split": (ok.split("layers/w", into=["a", "b"], axis=2),),

@@ -62,7 +62,9 @@ def test_the_fast_lane_reads_nearly_everything_that_orbax_writes():
 @given(st.data())
 @settings(max_examples=60)
 def test_parts_of_leaves(data):
-    label = data.draw(st.sampled_from([name for name in ITEMS if "g_sharded" in name or "x_ocdbt" in name or "j_kill" in name]))
+    label = data.draw(
+        st.sampled_from([name for name in ITEMS if "g_sharded" in name or "x_ocdbt" in name or "j_kill" in name])
+    )
     source = ITEMS[label]
     name = data.draw(st.sampled_from([name for name, place in source.places.items() if place.array is not None]))
     index = tuple(
