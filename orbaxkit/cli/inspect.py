@@ -27,11 +27,14 @@ def run(args: argparse.Namespace) -> int:
     import warnings
 
     from orbaxkit.cli.messages import warn_on_stderr
+    from orbaxkit.errors import CheckpointWarning
 
     gc.disable()  # nothing here is garbage, and looking for some doubles the time of a large listing
     try:
         with warnings.catch_warnings():
             warnings.showwarning = warn_on_stderr
+            # The table shows them among its notes.
+            warnings.simplefilter("always" if args.json else "ignore", CheckpointWarning)
             print(_text(args))
     finally:
         gc.enable()

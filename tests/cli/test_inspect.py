@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -172,6 +173,20 @@ def test_a_process_prints_data_to_stdout_only(run_root: Path):
     done = orbaxkit_process("inspect", str(run_root), "--json")
     assert (done.returncode, done.stderr) == (0, "")
     assert set(json.loads(done.stdout)["items"]) == {"params", "train_state"}
+
+
+@pytest.mark.parametrize("flags", [[], ["--json"]], ids=["table", "json"])
+def test_what_had_to_be_assumed_is_said_once_for_people(
+    run_root: Path, tmp_path: Path, flags: list[str], capsys: pytest.CaptureFixture[str]
+):
+    """A3: without _METADATA, paths are made from stored names. The table notes it; beside JSON it is on stderr."""
+    copy = shutil.copytree(run_root / "20/params", tmp_path / "copy")
+    (copy / "_METADATA").unlink()
+    assert main(["inspect", str(copy), *flags]) == 0
+    out, err = capsys.readouterr()
+    assert ("ambiguous" in err) == bool(flags)
+    assert "ambiguous" in out
+    assert err.count("warning: ") == len(flags)
 
 
 def test_a_reader_that_goes_away_is_no_error(run_root: Path):
