@@ -1,4 +1,4 @@
-"""Constructors of expressions. Each checks its arguments and simplifies, so that undoing an operation gives back what was there.
+"""Constructors of expressions: each checks and simplifies, so that undoing an operation gives back what was there.
 
 The rules remove pairs that cancel (a Stack of every Index of x is x, an Index of a Stack is its element, Transpose of
 Transpose, …); they never move an operation through another one, so nothing is copied and nothing blows up.
@@ -31,7 +31,7 @@ from orbaxkit.planning.nodes import (
     fold,
 )
 from orbaxkit.planning.numbers import check_cast, is_exact_cast, same_dtype
-from orbaxkit.specs import LeafSpec
+from orbaxkit.specs import Kind, LeafSpec
 
 LORA_FORMS = ("product", "summed_heads")
 
@@ -47,7 +47,7 @@ def fill(value: Any, shape: Sequence[int] | None = None, element: Element | None
         return Fill(value, (), Element(None, "string"))
     if isinstance(value, (bool, int, float, complex)):
         return Fill(value, tuple(shape or ()), element or Element(np.dtype(type(value)), "scalar"))
-    kind = "numpy" if isinstance(value, (np.ndarray, np.generic)) else "array"
+    kind: Kind = "numpy" if isinstance(value, (np.ndarray, np.generic)) else "array"
     return Fill(Constant(value), tuple(value.shape), element or Element(np.dtype(value.dtype), kind))
 
 
@@ -159,7 +159,7 @@ def cast(x: Expr, dtype: Any) -> Expr:
     return Cast(x, dtype)
 
 
-def affine(x: Expr, scale: float = 1.0, shift: float = 0.0) -> Expr:
+def affine(x: Expr, scale: int | float = 1.0, shift: int | float = 0.0) -> Expr:
     """`x * scale + shift`, for floating-point leaves."""
     if (
         not x.element.is_numeric
@@ -173,7 +173,7 @@ def affine(x: Expr, scale: float = 1.0, shift: float = 0.0) -> Expr:
     return x if (scale, shift) == (1, 0) else Affine(x, float(scale), float(shift))
 
 
-def merge_lora(w: Expr, a: Expr, b: Expr, scale: float = 1.0, form: str = "product") -> Expr:
+def merge_lora(w: Expr, a: Expr, b: Expr, scale: int | float = 1.0, form: str = "product") -> Expr:
     """Add a low-rank update to a weight.
 
     `product`: `dW = a @ b` over the last two axes, per leading index. `summed_heads` (openpi's attn_vec_einsum, whose
@@ -282,7 +282,7 @@ def _without(shape: tuple[int, ...], axis: int) -> tuple[int, ...]:
 def _only_moves(perm: tuple[int, ...], axis: int) -> bool:
     """Whether the other axes stay in order once this one is gone."""
     rest = _without(perm, axis)
-    return all(a < b for a, b in zip(rest, rest[1:], strict=False))
+    return list(rest) == sorted(rest)
 
 
 def _is_number(x: Expr) -> bool:
@@ -315,7 +315,7 @@ def _merged(parts: list[Expr], axis: int) -> list[Expr]:
     out: list[Expr] = []
     if not any(part.shape[axis] for part in parts):
         return parts[:1]
-    parts = [part for part in parts if not isinstance(part, Slice) or part.shape[axis]]
+    parts = [part for part in parts if not isinstance(part, Slice) or part.start < part.stop]
     for part in parts:
         last = out[-1] if out else None
         if (

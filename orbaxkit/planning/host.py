@@ -11,6 +11,7 @@ from orbaxkit.planning.nodes import (
     Cast,
     Concat,
     Constant,
+    Element,
     Expr,
     Fill,
     Index,
@@ -33,15 +34,17 @@ def evaluate(expr: Expr, read: Callable[[Read], np.ndarray]) -> np.ndarray:
 
 def step(node: Expr, xs: tuple[np.ndarray, ...], read: Callable[[Read], np.ndarray]) -> np.ndarray:
     """One node from its children's values. Views where numpy gives views."""
+    element: Element = node.element
+    along: tuple[Any, ...] = (slice(None),) * getattr(node, "axis", 0)
     match node:
         case Read():
             return np.asarray(read(node))
         case Fill(value, shape):
-            return np.asarray(value.array) if isinstance(value, Constant) else np.full(shape, value, node.dtype)
+            return np.asarray(value.array) if isinstance(value, Constant) else np.full(shape, value, element.dtype)
         case Index():
-            return xs[0][(*(slice(None),) * node.axis, node.i, ...)]  # the ellipsis: an array of no axes stays an array
+            return xs[0][(*along, node.i, ...)]  # the ellipsis: an array of no axes stays an array
         case Slice():
-            return xs[0][(slice(None),) * node.axis + (slice(node.start, node.stop),)]
+            return xs[0][(*along, slice(node.start, node.stop))]
         case Stack():
             return np.stack(xs, node.axis)
         case Concat():
@@ -49,7 +52,7 @@ def step(node: Expr, xs: tuple[np.ndarray, ...], read: Callable[[Read], np.ndarr
         case Transpose(_, perm):
             return xs[0].transpose((*perm, *range(len(perm), xs[0].ndim)))
         case Reshape():
-            return xs[0].reshape(node.shape + node.element.words)
+            return xs[0].reshape(node.shape + element.words)
         case Cast():
             return cast_host(xs[0], node.to)
         case Affine():
@@ -118,7 +121,7 @@ def _merge_lora(node: MergeLora, w: np.ndarray, a: np.ndarray, b: np.ndarray) ->
 
 
 def lora_delta(matmul: Callable[[Any, Any], Any], form: str, a: Any, b: Any) -> Any:
-    """`dW` of a LoRA pair: `a @ b`, or with openpi's attn_vec_einsum `a[..., n, h, l] * sum over m of b[..., m, l, d]`."""
+    """`dW` of a LoRA pair: `a @ b`, for `summed_heads` with `b` summed over its heads first."""
     if form == "summed_heads":
         b = b.sum(-3, keepdims=True)
     return matmul(a, b)

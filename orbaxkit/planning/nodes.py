@@ -7,7 +7,7 @@ whose constructors simplify; the classes here only hold.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
 
@@ -47,7 +47,7 @@ class Element:
 
 
 class Constant:
-    """An array given by the caller, on the host or on devices. Host arrays compare by their bits, others by identity."""
+    """An array given by the caller. Arrays on the host compare by their bits, those on devices by identity."""
 
     __slots__ = ("array",)
 
@@ -89,10 +89,11 @@ class Foreign:
         return id(self.source)
 
 
-def _node(cls: type) -> type:
+@dataclass_transform(frozen_default=True, eq_default=False)
+def _node(cls: type[T]) -> type[T]:
     """A frozen dataclass that is sealed when made: its shape, element, height and hash are computed once."""
-    cls.__eq__ = _equal  # type: ignore[assignment]
-    cls.__hash__ = _hash  # type: ignore[assignment]
+    cls.__eq__ = _equal  # type: ignore[method-assign]
+    cls.__hash__ = _hash  # type: ignore[method-assign]
     cls.dtype = property(_dtype)  # type: ignore[attr-defined]
     cls.kind = property(_kind)  # type: ignore[attr-defined]
     return dataclass(frozen=True, eq=False, repr=True)(cls)
@@ -158,7 +159,7 @@ class Read:
 class Fill:
     """A constant: a number that fills the shape, or a whole array."""
 
-    value: int | float | complex | bool | Constant
+    value: int | float | complex | bool | str | Constant
     shape: tuple[int, ...]
     element: Element
 
@@ -243,7 +244,7 @@ class Reshape:
 
 @_node
 class Cast:
-    """The same values in another dtype; rounds from float to float, checks values where an integer could not hold them."""
+    """The same values in another dtype: rounds to floats, checks that values fit into integers."""
 
     x: "Expr"
     to: np.dtype

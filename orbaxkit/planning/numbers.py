@@ -70,16 +70,20 @@ def is_exact_cast(found: np.dtype | None, to: np.dtype) -> bool:
     if kinds[1] == "complex":
         return is_exact_cast(_part(found), _part(to))
     if kinds == ("int", "float"):
-        return max(abs(bound) for bound in int_range(found)) <= 2 ** (ml_dtypes.finfo(to).nmant + 1) <= _largest(to)
-    return kinds == ("float", "float") and _holds(ml_dtypes.finfo(to), ml_dtypes.finfo(found))
+        return max(abs(bound) for bound in int_range(found)) <= 2 ** (_finfo(to).nmant + 1) <= _largest(to)
+    return kinds == ("float", "float") and _holds(_finfo(to), _finfo(found))
 
 
 def int_range(dtype: np.dtype) -> tuple[int, int]:
     """The smallest and largest value of an integer or boolean dtype."""
     if dtype.kind == "b":
         return 0, 1
-    info = ml_dtypes.iinfo(dtype)
+    info: Any = ml_dtypes.iinfo(dtype)  # type: ignore[no-untyped-call]
     return int(info.min), int(info.max)
+
+
+def _finfo(dtype: np.dtype) -> Any:
+    return ml_dtypes.finfo(dtype)  # type: ignore[no-untyped-call]
 
 
 def _part(dtype: np.dtype) -> np.dtype:
@@ -87,7 +91,7 @@ def _part(dtype: np.dtype) -> np.dtype:
 
 
 def _largest(dtype: np.dtype) -> float:
-    return float(ml_dtypes.finfo(dtype).max)
+    return float(_finfo(dtype).max)
 
 
 def _holds(wide: Any, narrow: Any) -> bool:

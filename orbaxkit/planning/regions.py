@@ -149,7 +149,9 @@ def _axis_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[list[
     """The finest runs of axes of both shapes with equal products."""
     i = j = 0
     while i < len(a) or j < len(b):
-        ours, theirs, left, right = [], [], 1, 1
+        ours: list[int] = []
+        theirs: list[int] = []
+        left = right = 1
         while not (ours or theirs) or left != right:
             if (left <= right and i < len(a)) or j == len(b):
                 ours.append(i)
@@ -172,7 +174,7 @@ def _flat(position: list[int], sizes: list[int]) -> int:
 def _box(sizes: list[int], first: int, last: int) -> list[Span]:
     """The smallest box that holds the elements from flat position `first` to `last`."""
     box: list[Span] = []
-    for k, size in enumerate(sizes):
+    for k in range(len(sizes)):
         inner = math.prod(sizes[k + 1 :])
         low, high = first // inner, last // inner
         box.append((low, high + 1))

@@ -51,9 +51,9 @@ def candidates_text(candidates: Iterable[tuple[int, int]]) -> str:
 def find_scanned(specs: Specs) -> list[Scanned]:
     """The outermost subtrees whose leaves share a layer axis, by the rule by which `unstack` infers it.
 
-    Shapes alone cannot tell a scanned subtree from layers that happen to agree, so only clear cases are reported: arrays
-    not all of one rank, each with an axis left once the layer axis is gone, two layers or more, and of two arrays alone
-    (a gated MLP: `[2, d, f]` and `[f, d]`) only those that agree on axis 0.
+    Shapes alone cannot tell a scanned subtree from layers that happen to agree, so only clear cases are reported:
+    arrays not all of one rank, each with an axis left once the layer axis is gone, two layers or more, and of two
+    arrays alone (a gated MLP: `[2, d, f]` and `[f, d]`) only those that agree on axis 0.
     """
     below: dict[KeyPath, list[LeafSpec]] = {}
     for name, spec in specs.leaves.items():

@@ -24,6 +24,7 @@ from orbaxkit.planning.nodes import (
     Transpose,
     Unreplicate,
     fold,
+    reads_of,
 )
 from orbaxkit.planning.numbers import is_checked_cast, is_exact_cast
 from orbaxkit.planning.plan import Plan
@@ -35,7 +36,7 @@ def as_function(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:
     """See `Plan.as_function`."""
     exprs = {name: o.expr for name, o in plan.outputs.items() if o.expr.kind not in ("string", "empty")}
     _refuse_untraceable(exprs)
-    wanted = {read.name: read for expr in exprs.values() for read in _reads(expr)}
+    wanted = {read.name: read for expr in exprs.values() for read in reads_of(expr)}
 
     def function(leaves: Mapping[str, Any]) -> dict[str, Any]:
         given = _checked(leaves, wanted.values())
@@ -51,13 +52,14 @@ def step(node: Expr, xs: tuple[Any, ...], read: Callable[[Read], Any]) -> Any:
     import jax.numpy as jnp
     from jax import lax
 
+    element, along = node.element, (slice(None),) * getattr(node, "axis", 0)
     match node:
         case Read():
             return read(node)
         case Fill(value, shape):
-            return jnp.asarray(value.array) if isinstance(value, Constant) else jnp.full(shape, value, node.dtype)
+            return jnp.asarray(value.array if isinstance(value, Constant) else np.full(shape, value, element.dtype))
         case Index():
-            return xs[0][(slice(None),) * node.axis + (node.i,)]
+            return xs[0][(*along, node.i)]
         case Slice():
             return lax.slice_in_dim(xs[0], node.start, node.stop, axis=node.axis)
         case Stack():
@@ -75,7 +77,7 @@ def step(node: Expr, xs: tuple[Any, ...], read: Callable[[Read], Any]) -> Any:
         case MergeLora():
             return _merge_lora(node, *xs)
         case Unreplicate():
-            return xs[0][(slice(None),) * node.axis + (0,)]
+            return xs[0][(*along, 0)]
     raise TypeError(f"{type(node).__name__} is not an expression")
 
 
@@ -94,12 +96,12 @@ def _barrier(x: Any) -> Any:
     return lax.optimization_barrier(x)
 
 
-def _affine(x: Any, node: Affine) -> Any:
+def _affine(x: Any, node: Expr) -> Any:
     wide = working_dtype(node.dtype)
     return _barrier((x.astype(wide) * wide.type(node.scale) + wide.type(node.shift)).astype(node.dtype))
 
 
-def _merge_lora(node: MergeLora, w: Any, a: Any, b: Any) -> Any:
+def _merge_lora(node: Expr, w: Any, a: Any, b: Any) -> Any:
     import jax.numpy as jnp
 
     def matmul(a: Any, b: Any) -> Any:
@@ -108,12 +110,6 @@ def _merge_lora(node: MergeLora, w: Any, a: Any, b: Any) -> Any:
     wide = working_dtype(node.dtype)
     delta = lora_delta(matmul, node.form, a.astype(wide), b.astype(wide))
     return _barrier((w.astype(wide) + wide.type(node.scale) * delta).astype(node.dtype))
-
-
-def _reads(expr: Expr) -> list[Read]:
-    found: dict[Read, None] = {}
-    fold([expr], lambda node, _: found.setdefault(node) if isinstance(node, Read) else None)
-    return list(found)
 
 
 def _refuse_untraceable(exprs: Mapping[str, Expr]) -> None:
@@ -145,7 +141,7 @@ def _untraceable(node: Expr) -> str | None:
     return None
 
 
-def _checked(leaves: Mapping[str, Any], reads: Iterable[Read]) -> dict[str, Any]:
+def _checked(leaves: Mapping[str, Any], reads: Iterable[Expr]) -> dict[str, Any]:
     """The arrays that the plan reads; missing ones and other shapes or dtypes are errors, nothing is cast."""
     import jax.numpy as jnp
 
@@ -155,7 +151,11 @@ def _checked(leaves: Mapping[str, Any], reads: Iterable[Read]) -> dict[str, Any]
             problems.append((read.name, "is missing"))
             continue
         value = leaves[read.name]
-        x = value if hasattr(value, "dtype") and not isinstance(value, np.generic) else np.asarray(value, read.dtype)
+        x = (
+            value
+            if hasattr(value, "dtype") and not isinstance(value, np.generic)
+            else np.asarray(value, read.element.dtype)
+        )
         problem = _mismatch(x, read.shape, read.element)
         if problem:
             problems.append((read.name, problem))
@@ -171,10 +171,14 @@ def _mismatch(x: Any, shape: tuple[int, ...], element: Element) -> str | None:
 
     dtype = str(x.dtype)
     is_key = dtype.startswith("key<")
-    if tuple(x.shape) != shape or is_key != (element.kind == "key") or not (is_key or element.dtype is None or element.dtype == x.dtype):
+    if (
+        tuple(x.shape) != shape
+        or is_key != (element.kind == "key")
+        or not (is_key or element.dtype is None or element.dtype == x.dtype)
+    ):
         return (
             f"is {dtype}{list(x.shape)}, the plan has {element.dtype if element.kind != 'key' else 'keys'}{list(shape)}"
         )
-    if dtype in WIDE and not jax.config.jax_enable_x64:  # type: ignore[attr-defined]
+    if dtype in WIDE and not jax.config.jax_enable_x64:
         return f"is {dtype}, and jax has 64-bit types switched off"
     return None

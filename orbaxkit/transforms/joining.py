@@ -208,7 +208,8 @@ def concat(
     """Join leaves along an axis they have: `concat(["**/q", "**/k", "**/v"], into="qkv", axis=-1)`.
 
     The first pattern finds leaves; the others, filled with what it caught, name their partners. The last segment of the
-    first, or its last `levels` segments, become `into`. `sizes` (checked) makes the rule invertible. A leaf without its partners is an error.
+    first, or its last `levels` segments, become `into`. `sizes` (checked) makes the rule invertible. A leaf without its
+    partners is an error.
     """
     if len(patterns) < 2 or isinstance(patterns, str):
         raise TransformError("concat needs two patterns or more", hint="concat(['**/q', '**/k'], into='qk', axis=-1)")

@@ -1,17 +1,26 @@
 """unstack and stack: between one array for all layers and one for each."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from orbaxkit.errors import NotInvertibleError, TransformError
 from orbaxkit.paths import KeyPath, Pattern, compile_pattern, format_path, is_index
 from orbaxkit.planning import expressions as ex
-from orbaxkit.planning.nodes import Expr
-from orbaxkit.planning.plan import Output, Plan
-from orbaxkit.planning.scanned import axis_candidates, candidates_text
-from orbaxkit.transforms.rules import Problem, arguments, assemble, call_text, no_match, reason, refuse, rule_to_json
+from orbaxkit.planning.plan import Plan
+from orbaxkit.transforms.layering import (
+    Item,
+    columns,
+    in_order,
+    last_captures,
+    layer_axes,
+    numbered,
+    refuse_gaps,
+    replaced,
+    stack_one,
+)
+from orbaxkit.transforms.rules import Problem, arguments, call_text, reason, refuse, rule_to_json
 from orbaxkit.transforms.subtrees import (
     Axis,
     Subtree,
@@ -22,8 +31,6 @@ from orbaxkit.transforms.subtrees import (
     index_template,
     pattern_segments,
 )
-
-Item = tuple[KeyPath, Expr, str]
 
 
 @dataclass(frozen=True, repr=False)
@@ -46,16 +53,16 @@ class Unstack:
     def __call__(self, plan: Plan) -> Plan:
         """One output for each layer of each leaf."""
         subtrees = find_subtrees(plan, self.pattern, self)
-        axes = _layer_axes(subtrees, self.axis, self)
+        axes = layer_axes(subtrees, self.axis, self)
         made = {subtree.path: list(self._layers(plan, subtree, axes)) for subtree in subtrees}
-        return plan.with_outputs(_replaced(plan, subtrees, made, self))
+        return plan.with_outputs(replaced(plan, subtrees, made, self))
 
     def _layers(self, plan: Plan, subtree: Subtree, axes: Mapping[KeyPath, tuple[int, int] | None]) -> Iterator[Item]:
         parent = subtree.path[: len(subtree.path) - self.levels]
         count = next((found[1] for rest in subtree.leaves if (found := axes[subtree.path + rest])), None)
         if not count:
             problem = (format_path(subtree.path), "has no layers" if count == 0 else "holds no arrays")
-            refuse([problem], self, "there is nothing to unstack")
+            raise TransformError("there is nothing to unstack", leaves=[problem], where=repr(self))
         index = index_template(self.into.text, self.pattern, "into")[1]
         period, placed = (
             (1, {rest: (0, rest) for rest in subtree.leaves}) if self.block is None else self._blocks(subtree)
@@ -85,14 +92,14 @@ class Unstack:
                 placed[rest] = (int(number), rest[width:])
         refuse(problems, self, "leaves of a block that belong to none of its layers")
         numbers = {j for j, _ in placed.values()}
-        _refuse_gaps(numbers, self.block, format_path(subtree.path), self)
+        refuse_gaps(numbers, self.block, format_path(subtree.path), self)
         return len(numbers), placed
 
     def _remainder(self, plan: Plan, subtree: Subtree, parent: KeyPath, first: int) -> Iterator[Item]:
         assert self.remainder is not None
         index = index_template(self.into.text, self.pattern, "into")[1]
-        layers = _numbered(plan, parent, self.remainder, self)
-        _refuse_gaps(set(layers), self.remainder, format_path(parent), self)
+        layers = numbered(plan, parent, self.remainder, self)
+        refuse_gaps(set(layers), self.remainder, format_path(parent), self)
         for number in sorted(layers):
             head = parent + fill_template(self.into, subtree.match, **{index: first + number})
             for tail, output in layers[number].items():
@@ -148,10 +155,10 @@ class Stack:
         made: dict[KeyPath, list[Item]] = {}
         problems: list[Problem] = []
         for target, members in families.items():
-            layers = _in_order(members, self)
+            layers = in_order(members, self)
             made[members[0].path] = list(self._stacked(target, layers, problems))
         refuse(problems, self, "these layers cannot be stacked")
-        return plan.with_outputs(_replaced(plan, subtrees, made, self))
+        return plan.with_outputs(replaced(plan, subtrees, made, self))
 
     def _target(self, subtree: Subtree) -> KeyPath:
         return subtree.path[: len(subtree.path) - self.levels] + fill_template(self.into, subtree.match)
@@ -171,12 +178,12 @@ class Stack:
         for j in range(period if whole else 0):
             inner = target + (() if self.block is None else _number_template(self.block, j))
             items += [
-                (inner + rest, exprs, origin) for rest, exprs, origin in _columns(layers[j:whole:period], problems)
+                (inner + rest, exprs, origin) for rest, exprs, origin in columns(layers[j:whole:period], problems)
             ]
         axes = axes_by_leaf([path for path, _, _ in items], self.axis, self)
         for path, exprs, origin in items:
             try:
-                yield path, _stack_one(exprs, axes[path]), origin
+                yield path, stack_one(exprs, axes[path]), origin
             except TransformError as error:
                 problems.append((format_path(path), reason(error)))
         for number, layer in enumerate(layers[whole:]):
@@ -216,14 +223,15 @@ def unstack(
     into="layers_{i}")` makes `params/layers_0/w`, … . A segment that is `{i}` alone becomes a sequence index.
 
     Args:
-        axis: the layer axis of all leaves, or by pattern of the leaf's path; without one it is inferred where exactly one
-            axis, counted from the front, has one same size in every leaf of the subtree.
+        axis: the layer axis of all leaves, or by pattern of the leaf's path; without one it is inferred where exactly
+            one axis, counted from the front, has one same size in every leaf of the subtree.
         block: for two levels: the subtree scans blocks of several layers each, which lie below it as `block`
             (`"layers_{j}"`). Layer j of block b becomes number `b * period + j`.
         remainder: layers that lie unscanned beside the subtree (`"remainder/layers_{r}"`); they come last.
         levels: how many last segments of the pattern `into` replaces.
 
-    Raises TransformError when applied: no or several possible axes (all are listed), leaves that disagree on the number.
+    Raises TransformError when applied: no or several possible axes (all are listed), leaves that disagree on how
+    many layers there are.
     """
     compiled = compile_pattern(pattern)
     index_template(into, compiled, "into")
@@ -249,17 +257,19 @@ def stack(
 ) -> Stack:
     """Stack layers into a scanned subtree: L leaves `[...]` become one `[..., L, ...]`; the inverse of `unstack`.
 
-    The last segment of the pattern captures the layer's number (`stack("params/layers_{i}", into="layers")`) and becomes
-    `into`; where it is nothing but `{i}`, so does the one before it (`params/layers/{i}` into `params/layers`), unless
-    `levels` says how many segments do. Numbers must be canonical decimals from 0 without gaps; layers come in numeric order and must hold the same leaves.
+    The last segment of the pattern captures the layer's number (`stack("params/layers_{i}", into="layers")`) and
+    becomes `into`; where it is nothing but `{i}`, so does the one before it (`params/layers/{i}` into `params/layers`),
+    unless `levels` says how many segments do. Numbers must be canonical decimals from 0 without gaps; layers come in
+    numeric order and must hold the same leaves.
 
     Args:
         axis: where the layer axis goes, for all leaves or by pattern of the stacked leaf's path.
-        block, period: for two levels: layer `b * period + j` becomes position b of the leaves below `block` with number j.
+        block, period: for two levels: layer `b * period + j` becomes position b of the leaves below `block` with
+            number j.
         remainder: where the layers go that do not fill a block.
     """
     compiled = compile_pattern(pattern)
-    if compiled.regex is None and len(_last_captures(compiled)) != 1:
+    if compiled.regex is None and len(last_captures(compiled)) != 1:
         raise TransformError(
             f"the last segment of {compiled.text!r} must capture the layer's number",
             hint="stack('params/layers_{i}', into='layers')",
@@ -277,14 +287,6 @@ def stack(
     )
 
 
-def _last_captures(pattern: Pattern) -> list[str]:
-    return (
-        [token.name for token in pattern.globs[-1] if not isinstance(token, str) and token.name]
-        if pattern.globs
-        else []
-    )
-
-
 def _levels(pattern: Pattern) -> int:
     return 2 if len(pattern.globs) > 1 and len(pattern.globs[-1]) == 1 else 1
 
@@ -293,134 +295,3 @@ def _number_template(template: Pattern, number: int) -> KeyPath:
     from orbaxkit.paths import Match
 
     return fill_template(template, Match((), {}), **{template.captures[0]: number})
-
-
-def _layer_axes(subtrees: list[Subtree], axis: Axis, rule: Any) -> dict[KeyPath, tuple[int, int] | None]:
-    """The layer axis and number of layers of each leaf, None for empty nodes, which every layer shares."""
-    paths = [s.path + rest for s in subtrees for rest, o in s.leaves.items() if o.expr.kind != "empty"]
-    named = axes_by_leaf(paths, axis, rule)
-    axes: dict[KeyPath, tuple[int, int] | None] = {}
-    problems: list[Problem] = []
-    for subtree in subtrees:
-        arrays = {rest: o.expr for rest, o in subtree.leaves.items() if o.expr.kind != "empty"}
-        axes.update({subtree.path + rest: None for rest in subtree.leaves if rest not in arrays})
-        found = _inferred(subtree, arrays, problems) if axis is None else _named(subtree, arrays, named, problems)
-        axes.update({subtree.path + rest: pair for rest, pair in found.items()})
-    hint = "name it: axis=0, or by leaf: axis={'**/norm': 0, '**': 1}"
-    refuse(problems, rule, "the layer axis is not clear", hint)
-    return axes
-
-
-def _inferred(
-    subtree: Subtree, arrays: Mapping[KeyPath, Expr], problems: list[Problem]
-) -> dict[KeyPath, tuple[int, int]]:
-    flat = [rest for rest, expr in arrays.items() if not expr.shape]
-    if flat:
-        problems += [(subtree.name_of(rest), f"{ex.describe(arrays[rest])} has no layer axis") for rest in flat]
-        return {}
-    candidates = axis_candidates(expr.shape for expr in arrays.values())
-    if len(candidates) == 1:
-        return dict.fromkeys(arrays, candidates[0])
-    if candidates:
-        problems.append((format_path(subtree.path), f"could be {candidates_text(candidates)}"))
-    elif arrays:
-        shapes = ", ".join(dict.fromkeys(ex.describe(expr) for expr in arrays.values()))
-        problems.append((format_path(subtree.path), f"no axis has one size in every leaf: {shapes[:200]}"))
-    return {}
-
-
-def _named(
-    subtree: Subtree, arrays: Mapping[KeyPath, Expr], named: Mapping[KeyPath, int | None], problems: list[Problem]
-) -> dict[KeyPath, tuple[int, int]]:
-    found: dict[KeyPath, tuple[int, int]] = {}
-    for rest, expr in arrays.items():
-        axis, ndim = named[subtree.path + rest], len(expr.shape)
-        if axis is None:
-            problems.append((subtree.name_of(rest), "no pattern names its axis"))
-        elif not -ndim <= axis < ndim:
-            problems.append((subtree.name_of(rest), f"{ex.describe(expr)} has no axis {axis}"))
-        else:
-            found[rest] = (axis % ndim, expr.shape[axis])
-    counts = {count for _, count in found.values()}
-    if len(counts) > 1:
-        problems += [(subtree.name_of(rest), f"has {n} layers on axis {axis}") for rest, (axis, n) in found.items()]
-    return found
-
-
-def _in_order(members: list[Subtree], rule: Stack) -> list[Subtree]:
-    """The layers of one family in numeric order."""
-    problems, by_number = [], {}
-    for member in members:
-        name = _last_captures(rule.pattern)[0] if rule.pattern.regex is None else list(rule.pattern.captures)[-1]
-        number = str(member.match.named[name])
-        if is_index(number):
-            by_number[int(number)] = member
-        else:
-            problems.append((format_path(member.path), f"{number!r} is not a canonical number"))
-    refuse(problems, rule, "these are not numbered layers", "rename or drop them first, or narrow the pattern")
-    last = members[0].path[-1]
-    _refuse_gaps(set(by_number), rule.pattern, format_path(members[0].path[:-1]) or str(last), rule)
-    return [by_number[number] for number in sorted(by_number)]
-
-
-def _refuse_gaps(numbers: set[int], pattern: Pattern, where: str, rule: Any) -> None:
-    missing = [n for n in range(max(numbers) + 1) if n not in numbers] if len(numbers) <= max(numbers) else []
-    text = ", ".join(map(str, missing[:10])) + (", …" if len(missing) > 10 else "")
-    problem = f"{pattern.text!r} has numbers up to {max(numbers)}, but not {text}"
-    refuse([(where, problem)] if missing else [], rule, "layers are missing")
-
-
-def _columns(layers: list[Subtree], problems: list[Problem]) -> Iterator[tuple[KeyPath, list[Expr], str]]:
-    """The expressions of one leaf in every layer; layers that lack one are problems."""
-    rests = dict.fromkeys(rest for layer in layers for rest in layer.leaves)
-    for rest in rests:
-        lacking = [layer.name_of(rest) for layer in layers if rest not in layer.leaves]
-        problems += [(name, "is missing, other layers have it") for name in lacking]
-        if not lacking:
-            yield rest, [layer.leaves[rest].expr for layer in layers], layers[0].name_of(rest)
-
-
-def _stack_one(exprs: list[Expr], axis: int | None) -> Expr:
-    if axis is None:
-        raise TransformError("no pattern names its axis")
-    empties = [expr for expr in exprs if expr.kind == "empty"]
-    if len(empties) == len(exprs):
-        return exprs[0]
-    return ex.stack(exprs, axis)
-
-
-def _numbered(plan: Plan, parent: KeyPath, pattern: Pattern, rule: Any) -> dict[int, dict[KeyPath, Output]]:
-    """Numbered siblings below `parent`, by number and by the rest of their leaves' paths."""
-    width = len(parent) + len(pattern.globs)
-    layers: dict[int, dict[KeyPath, Output]] = {}
-    problems = []
-    for output in plan.outputs.values():
-        if output.path[: len(parent)] != parent:
-            continue
-        match = pattern.match(output.path[len(parent) : width])
-        if match is None:
-            continue
-        number = str(match.named[pattern.captures[0]])
-        if is_index(number):
-            layers.setdefault(int(number), {})[output.path[width:]] = output
-        else:
-            problems.append((format_path(output.path), f"{number!r} is not a canonical number"))
-    refuse(problems, rule, "these are not numbered layers")
-    if not layers:
-        raise no_match(plan.outputs, [pattern], rule)
-    return layers
-
-
-def _replaced(
-    plan: Plan, subtrees: Iterable[Subtree], made: Mapping[KeyPath, list[Item]], rule: Any
-) -> dict[str, Output]:
-    """All outputs, with new ones in place of the first leaf of each subtree that they came from."""
-    place = {id(next(iter(s.leaves.values()))): s.path for s in subtrees}
-    gone = {id(output) for s in subtrees for output in s.leaves.values()}
-    used = {origin for items in made.values() for _, _, origin in items}
-    items: list[Item] = []
-    for name, output in plan.outputs.items():
-        items += made.get(place.get(id(output)), [])  # type: ignore[arg-type]
-        if id(output) not in gone and name not in used:
-            items.append((output.path, output.expr, name))
-    return assemble(plan, items, rule)

@@ -86,7 +86,7 @@ def transpose(pattern: "str | re.Pattern[str]", axes: Sequence[int] | None = Non
 def reshape(pattern: "str | re.Pattern[str]", shape: "Sequence[int] | str", **sizes: int) -> Reshape:
     """Reshape leaves: to a shape (one size may be -1), or by axis names in einops' manner.
 
-    `reshape("**/query/kernel", "d (n h) -> d n h", n=8)` splits an axis; `"d n h -> (n h) d"` merges two and transposes.
+    `reshape("**/query/kernel", "d (n h) -> d n h", n=8)` splits an axis; `"d n h -> (n h) d"` merges and transposes.
     Sizes that the leaf's shape does not tell are given by name.
     """
     if isinstance(shape, str):

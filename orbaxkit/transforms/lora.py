@@ -74,22 +74,22 @@ def merge_lora(
     *,
     a: str,
     b: str,
-    scale: float = 1.0,
+    scale: int | float = 1.0,
     form: Literal["product", "summed_heads"] = "product",
     rest: Literal["error", "keep"] = "error",
 ) -> MergeLora:
     """Merge LoRA pairs into their weights: `W + scale * dW`, computed in float32, rounded to the dtype of W.
 
     `w` finds weights; `a` and `b`, filled with what it caught, name their pairs: `merge_lora("**/{m}/kernel",
-    a="**/{m}/lora_a", b="**/{m}/lora_b", scale=alpha / rank)`. Weights without a pair stay. Leading axes (layers, heads)
-    are merged one by one.
+    a="**/{m}/lora_a", b="**/{m}/lora_b", scale=alpha / rank)`. Weights without a pair stay. Leading axes (layers,
+    heads) are merged one by one.
 
     Args:
         form: `product`: `dW = A @ B`. `summed_heads`: openpi's `attn_vec_einsum`, whose LoRA sums over heads twice:
             `dW[n, h, d] = sum_l A[n, h, l] * sum_m B[m, l, d]`; there `W + A @ B` is wrong.
         rest: LoRA leaves that the rule does not use are an error; "keep" leaves those of other rules to them.
     """
-    pattern, *templates = (compile_pattern(text) for text in (w, a, b))
-    for template in templates:
+    pattern, left, right = (compile_pattern(text) for text in (w, a, b))
+    for template in (left, right):
         check_template(template, pattern)
-    return MergeLora(pattern, *templates, float(scale), form, rest)
+    return MergeLora(pattern, left, right, float(scale), form, rest)

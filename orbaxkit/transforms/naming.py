@@ -39,7 +39,8 @@ class Rename:
 
     def _by_rules(self, plan: Plan) -> dict[str, KeyPath]:
         moved: dict[str, KeyPath] = {}
-        idle, shadowed = [], []
+        idle: list[Pattern] = []
+        shadowed: list[Pattern] = []
         for pattern, template in self.rules:
             found = [(name, m) for name, o in plan.outputs.items() if (m := pattern.match(o.path)) is not None]
             new = [(name, m) for name, m in found if name not in moved]
@@ -86,8 +87,8 @@ class Rename:
 def rename(rules: "Mapping[str | re.Pattern[str], str] | PathFunction") -> Rename:
     """Rename leaves: a mapping of patterns to templates, or a function from a path's text to another.
 
-    Templates use what the patterns caught: `{"params/layers_{i}/**": "model/{i}/**"}`. The first rule that matches a leaf
-    renames it, the others leave it; a rule that renames nothing, and two leaves under one path, are errors.
+    Templates use what the patterns caught: `{"params/layers_{i}/**": "model/{i}/**"}`. The first rule that matches a
+    leaf renames it, the others leave it; a rule that renames nothing, and two leaves under one path, are errors.
     """
     if callable(rules):
         return Rename(function=rules)

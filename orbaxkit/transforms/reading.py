@@ -35,7 +35,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
         transpose,
         unreplicate,
         unstack,
-    )  # fmt: skip
+    )
 }
 
 
@@ -46,7 +46,7 @@ def from_json(data: Mapping[str, Any]) -> Transform:
     select('params/**')
     """
     verb = data.get("transform") if isinstance(data, Mapping) else None
-    if verb not in VERBS:
+    if not isinstance(verb, str) or verb not in VERBS:
         raise TransformError(f"{verb!r} is not a transform", hint=f"one of {', '.join(VERBS)}")
     args, options = data.get("args", []), data.get("options", {})
     try:

@@ -1,4 +1,4 @@
-"""What transforms share: finding the leaves a rule means, collecting what is wrong, printing a rule as the call that made it."""
+"""What transforms share: finding the leaves a rule means, collecting what is wrong, printing a rule as a call."""
 
 import math
 import re
@@ -66,10 +66,10 @@ def _argument(value: Any) -> str:
 def as_plain(value: Any) -> Any:
     """An argument as JSON can hold it; what it cannot hold comes back as it is."""
     match value:
-        case Pattern(regex=None) as pattern:
-            return pattern.text
-        case Pattern(regex=regex):
-            return {"regex": regex.pattern, "flags": regex.flags & ~re.UNICODE}
+        case Pattern(text, _, None):
+            return text
+        case Pattern(_, _, re.Pattern() as regex):
+            return {"regex": regex.pattern, "flags": int(regex.flags & ~re.UNICODE)}
         case np.dtype():
             return value.name
         case Mapping():
@@ -178,7 +178,7 @@ def change_found(
 
 
 def assemble(plan: Plan, items: Iterable[tuple[KeyPath, Expr, str]], rule: Any) -> dict[str, Output]:
-    """Outputs from paths, expressions and where they come from; two for one path, or one inside another, are refused."""
+    """Outputs from paths, expressions and origins; two for one path, or one inside another, are refused."""
     outputs: dict[str, Output] = {}
     origins: dict[str, list[str]] = {}
     for path, expr, origin in items:

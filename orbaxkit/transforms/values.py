@@ -101,7 +101,7 @@ def cast(dtype: "Any | Mapping[str, Any]", pattern: "str | re.Pattern[str] | Non
     return Cast(((None if pattern is None else compile_pattern(pattern), dtype_of(dtype)),))
 
 
-def affine(pattern: "str | re.Pattern[str]", *, scale: float = 1.0, shift: float = 0.0) -> Affine:
+def affine(pattern: "str | re.Pattern[str]", *, scale: int | float = 1.0, shift: int | float = 0.0) -> Affine:
     """Make `x * scale + shift` of floating-point leaves, computed in float32 or wider, rounded to their dtype."""
     return Affine(compile_pattern(pattern), float(scale), float(shift))
 
