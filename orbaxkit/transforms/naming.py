@@ -62,8 +62,11 @@ class Rename:
         moved, problems = {}, []
         for name, output in plan.outputs.items():
             try:
-                moved[name] = _retyped(parse_path(self.function(name)), output.path)
-            except (TypeError, AttributeError, ValueError, OrbaxkitError) as error:
+                text = self.function(name)
+                if not isinstance(text, str):
+                    raise TypeError(f"it returned {text!r}")
+                moved[name] = _retyped(parse_path(text), output.path)
+            except (TypeError, AttributeError, ValueError, LookupError, OrbaxkitError) as error:
                 problems.append((name, f"{type(error).__name__}: {error}"))
         refuse(
             problems, self, "the function gives no path for these leaves", "it takes a path's text and returns another"

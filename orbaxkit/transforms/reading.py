@@ -39,7 +39,7 @@ VERBS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-def from_json(data: Mapping[str, Any]) -> Transform:
+def from_json(data: Any) -> Transform:
     """The transform that `to_json()` wrote: data only names our own verbs and their arguments.
 
     >>> from_json({"transform": "select", "args": ["params/**"], "options": {}})

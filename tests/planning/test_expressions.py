@@ -49,7 +49,7 @@ SIMPLER = {
 }
 
 
-@pytest.mark.parametrize("found, wanted", SIMPLER.values(), ids=SIMPLER)
+@pytest.mark.parametrize(("found", "wanted"), SIMPLER.values(), ids=SIMPLER)
 def test_simplifies(found, wanted):
     assert found == wanted
     assert hash(found) == hash(wanted)
@@ -108,7 +108,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("make, message", REFUSED.values(), ids=REFUSED)
+@pytest.mark.parametrize(("make", "message"), REFUSED.values(), ids=REFUSED)
 def test_refuses(make, message: str):
     with pytest.raises(TransformError, match=message):
         make()

@@ -37,7 +37,7 @@ def test_three_of_27_layers_read_three_27ths():
 
 
 @pytest.mark.parametrize(
-    "chunk, wanted",
+    ("chunk", "wanted"),
     [((27, 64, 32), 27_000), ((9, 64, 32), 9_000), ((2, 64, 32), 1_929), (None, 27_000), ((1, 32, 32), 1_000)],
     ids=["one chunk", "nine layers", "uneven", "unchunked", "parts of layers"],
 )
@@ -138,7 +138,7 @@ def test_text_escapes_names_from_files():
 
 
 @pytest.mark.parametrize(
-    "rule, message",
+    ("rule", "message"),
     [(t.fill("embed", np.ones(3)), "is filled with array"), (t.fill("**", {"new": np.ones(2)}), "without a value")],
     ids=["array", "tree"],
 )
@@ -185,7 +185,7 @@ def test_a_function_works_inside_jit_and_under_grad():
 
 
 @pytest.mark.parametrize(
-    "leaves, message",
+    ("leaves", "message"),
     [
         ({}, "embed: is missing"),
         ({"embed": np.ones((10, 9), np.float32)}, r"embed: is float32\[10, 9\], the plan has float32\[10, 8\]"),
@@ -214,7 +214,7 @@ def test_rounding_is_the_host_s_even_where_a_compiler_could_skip_it(name: str):
 
 
 @pytest.mark.parametrize(
-    "values, dtype, message",
+    ("values", "dtype", "message"),
     [
         ([1.0, np.nan], "int32", "1 of 2 values do not fit in int32, the first is nan"),
         ([300.0, -300.0], "int8", "2 of 2 values do not fit in int8, the first is 300.0"),
@@ -230,7 +230,7 @@ def test_values_that_an_integer_cannot_hold_are_refused(values, dtype, message):
         run(plan, {"x": np.array(values, np.float32)})
 
 
-@pytest.mark.parametrize("value, wanted", [(127.9, 127), (-128.9, -128), (-0.0, 0)], ids=str)
+@pytest.mark.parametrize(("value", "wanted"), [(127.9, 127), (-128.9, -128), (-0.0, 0)], ids=str)
 def test_floats_are_cut_towards_zero(value, wanted):
     plan = make_plan(specs_of(x=(1,)), t.cast("int8", "x"))
     assert run(plan, {"x": np.array([value], np.float32)})["x"].tolist() == [wanted]
