@@ -6,6 +6,7 @@ from typing import Literal
 
 from orbaxkit.errors import CheckpointError
 from orbaxkit.paths import KeyPath, Segment, format_path
+from orbaxkit.slots import find_slots
 from orbaxkit.specs import Specs
 
 Which = Literal["ema", "raw"]
@@ -31,12 +32,12 @@ def find_params(specs: Specs, which: Which | None = None) -> FoundParams:
     """The one subtree that holds the params.
 
     Looks for nodes named `params` outside optimizer states (`params/params` is followed down), then for the one subtree
-    beside an optimizer, then takes a tree without an optimizer whole. Raises CheckpointError, listing the candidates,
+    beside an optimizer or a step, then takes a tree of nothing else whole. Raises CheckpointError with the candidates
     where that leaves none or several; `which` settles an average against the live params.
     """
+    slots = {slot.key_path for slot in find_slots(specs)}
     paths = [specs.paths[name] for name, spec in specs.items() if spec.kind != "empty"]
-    named = _named_params(paths)
-    candidates = named or _beside_optimizer(paths)
+    candidates = _named_params(paths, slots) or _beside_the_rest(paths, slots)
     if which is not None:
         candidates = [found for found in candidates if found.is_ema == (which == "ema")]
     if len(candidates) == 1:
@@ -56,20 +57,20 @@ def find_params(specs: Specs, which: Which | None = None) -> FoundParams:
     )
 
 
-def is_in_optimizer(path: KeyPath) -> bool:
-    """Whether a path leads through an optimizer's state."""
-    return any(segment in _OPTIMIZER_NAMES for segment in path)
+def _is_optimizer(path: KeyPath, slots: set[KeyPath]) -> bool:
+    """Whether a node is an optimizer's state, by its name or by its fields."""
+    return path[-1] in _OPTIMIZER_NAMES or path in slots
 
 
-def _named_params(paths: list[KeyPath]) -> list[FoundParams]:
+def _named_params(paths: list[KeyPath], slots: set[KeyPath]) -> list[FoundParams]:
     """Nodes called params or ema_params…, outside optimizers and outside one another."""
     found: dict[KeyPath, bool] = {}
     for path in paths:
-        for depth, segment in enumerate(path[:-1]):
-            if segment in _OPTIMIZER_NAMES:
+        for node in (path[:depth] for depth in range(1, len(path))):
+            if _is_optimizer(node, slots):
                 break
-            if segment == "params" or segment in _EMA_NAMES:
-                found[path[: depth + 1]] = segment in _EMA_NAMES
+            if node[-1] == "params" or node[-1] in _EMA_NAMES:
+                found[node] = node[-1] in _EMA_NAMES
                 break
     return [_named(path, is_ema, paths, ("train_state", "params") in found) for path, is_ema in found.items()]
 
@@ -92,10 +93,13 @@ def _children(paths: Iterable[KeyPath], prefix: KeyPath) -> list[Segment]:
     return list(dict.fromkeys(path[depth] for path in paths if len(path) > depth and path[:depth] == prefix))
 
 
-def _beside_optimizer(paths: list[KeyPath]) -> list[FoundParams]:
-    """The first-level subtrees without an optimizer inside, where another has one; else the whole tree."""
-    if not any(is_in_optimizer(path) for path in paths):
-        return [FoundParams((), False, "a tree without an optimizer is taken whole")] if paths else []
-    with_optimizer = {path[0] for path in paths if is_in_optimizer(path)}
-    rest = [top for top in _children(paths, ()) if top not in with_optimizer and top not in _BOOKKEEPING]
-    return [FoundParams((top,), False, "the subtree beside the optimizer") for top in rest]
+def _beside_the_rest(paths: list[KeyPath], slots: set[KeyPath]) -> list[FoundParams]:
+    """A tree of nothing else, whole; else the first-level subtrees that are no optimizer and no bookkeeping."""
+    with_optimizer = {
+        path[0] for path in paths if any(_is_optimizer(path[:depth], slots) for depth in range(1, len(path)))
+    }
+    tops = _children(paths, ())
+    rest = [top for top in tops if top not in with_optimizer and top not in _BOOKKEEPING]
+    if rest == tops:
+        return [FoundParams((), False, "a tree of nothing but params is taken whole")] if paths else []
+    return [FoundParams((top,), False, "the subtree beside the optimizer and the step") for top in rest]

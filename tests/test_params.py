@@ -26,8 +26,21 @@ def specs(*names: str) -> Specs:
         (["dense/kernel", "dense/bias"], ""),
         (["params/params/w", "train_state/opt_state/#0/mu/w", "train_state/step"], "params/params"),
         (["params/w", "opt_state/inner/params/w"], "params"),
+        (["net/w", "adam/count", "adam/mu/w", "adam/nu/w"], "net"),
+        (["net/w", "step"], "net"),
     ],
-    ids=["train state", "linen variables", "nested", "nnx", "nnx tuple", "bare", "openpi", "params in an optimizer"],
+    ids=[
+        "train state",
+        "linen variables",
+        "nested",
+        "nnx",
+        "nnx tuple",
+        "bare",
+        "openpi",
+        "params in an optimizer",
+        "moments by fields",
+        "step",
+    ],
 )
 def test_the_usual_trees(names, found):
     assert format_path(find_params(specs(*names)).path) == found

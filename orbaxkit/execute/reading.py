@@ -68,7 +68,9 @@ def check_readable(plan: Plan, source: Source) -> None:
         raise CheckpointError(
             f"{len(problems)} {'leaf' if len(problems) == 1 else 'leaves'} cannot be read: data is missing or damaged",
             leaves=problems,
-            hint="the others can be restored: leave these out with ok.drop(...)",
+            hint="the others can be restored: leave these out with ok.drop(...)"
+            if len(problems) < len(plan.reads)
+            else None,
         )
 
 
