@@ -30,7 +30,7 @@ from orbaxkit.planning.nodes import (
     Unreplicate,
     fold,
 )
-from orbaxkit.planning.numbers import check_cast, is_exact_cast, same_dtype
+from orbaxkit.planning.numbers import check_cast, dtype_of, is_exact_cast, same_dtype
 from orbaxkit.specs import Kind, LeafSpec
 
 LORA_FORMS = ("product", "summed_heads")
@@ -150,7 +150,7 @@ def reshape(x: Expr, shape: Sequence[int]) -> Expr:
 
 def cast(x: Expr, dtype: Any) -> Expr:
     """The same values in another dtype. Refused for strings, empty nodes and PRNG keys, and from complex to real."""
-    dtype = np.dtype(dtype)
+    dtype = dtype_of(dtype)
     check_cast(x.element, dtype)
     if same_dtype(x.dtype, dtype):
         return x

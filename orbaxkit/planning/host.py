@@ -40,7 +40,7 @@ def step(node: Expr, xs: tuple[np.ndarray, ...], read: Callable[[Read], np.ndarr
         case Read():
             return np.asarray(read(node))
         case Fill(value, shape):
-            return np.asarray(value.array) if isinstance(value, Constant) else np.full(shape, value, element.dtype)
+            return _constant(value.array) if isinstance(value, Constant) else np.full(shape, value, element.dtype)
         case Index():
             return xs[0][(*along, node.i, ...)]  # the ellipsis: an array of no axes stays an array
         case Slice():
@@ -62,6 +62,14 @@ def step(node: Expr, xs: tuple[np.ndarray, ...], read: Callable[[Read], np.ndarr
         case Unreplicate():
             return _the_copy(node, xs[0])
     raise TypeError(f"{type(node).__name__} is not an expression")
+
+
+def _constant(array: Any) -> np.ndarray:
+    if not str(array.dtype).startswith("key<"):
+        return np.asarray(array)
+    import jax
+
+    return np.asarray(jax.random.key_data(array))
 
 
 def cast_host(x: np.ndarray, dtype: np.dtype) -> np.ndarray:

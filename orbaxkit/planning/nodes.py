@@ -65,7 +65,7 @@ class Constant:
         return arrays[0].tobytes() == arrays[1].tobytes()
 
     @property
-    def _facts(self) -> tuple[tuple[int, ...], np.dtype]:
+    def _facts(self) -> tuple[tuple[int, ...], Any]:
         return tuple(self.array.shape), self.array.dtype
 
     def __hash__(self) -> int:
@@ -164,7 +164,8 @@ class Fill:
     element: Element
 
     def __post_init__(self) -> None:
-        own = (type(self.value).__name__, self.value, repr(self.value), self.shape, self.element)
+        value = self.value if isinstance(self.value, Constant) else (type(self.value), repr(self.value))  # -0.0, NaN
+        own = (value, self.shape, self.element)
         _seal(self, self.shape, self.element, own)
 
 

@@ -100,15 +100,15 @@ def touched_bytes(spec: LeafSpec, regions: Iterable[Region]) -> int:
 
 def _touched(regions: list[Region], chunk: tuple[int, ...], grid: tuple[int, ...]) -> int:
     boxes = {
-        tuple([slice(s.start // c, -(-s.stop // c)) for s, c in zip(region, chunk, strict=True)])
+        tuple([(s.start // c, -(-s.stop // c)) for s, c in zip(region, chunk, strict=True)])
         for region in regions
         if all(s.start < s.stop for s in region)
     }
     if len(boxes) <= 1:
-        return sum(math.prod(s.stop - s.start for s in box) for box in boxes)
+        return sum(math.prod(high - low for low, high in box) for box in boxes)
     mask = np.zeros(grid, bool)
     for box in boxes:
-        mask[box] = True
+        mask[tuple([slice(*span) for span in box])] = True
     return int(mask.sum())
 
 

@@ -87,7 +87,7 @@ class Fill:
         if type(self.value).__name__ == "ShapeDtypeStruct":
             problem = (self.pattern.text, "the value is a ShapeDtypeStruct")
             refuse([problem], self, "an abstract array is no data", "fill it with a number or an array")
-        expr = ex.fill(self.value)
+        expr = _filled(self.value)
         path = _plain_path(self.pattern)
         if path is not None and format_path(path) not in plan.outputs:
             return self._add(plan, {path: expr})
@@ -168,8 +168,21 @@ def _offered(value: Any) -> Iterator[tuple[KeyPath, Expr]]:
     if abstract:
         raise TransformError("an abstract array is no data", leaves=abstract, where="fill(…)")
     for leaf in leaves.values():
-        element = Element.of(leaf.spec)
-        yield leaf.path, ex.fill(leaf.value, element=element if leaf.spec.kind == "key" else None)
+        yield leaf.path, _filled(leaf.value)
+
+
+def _filled(value: Any) -> Expr:
+    """A value in memory as it is; typed PRNG keys count keys, as they do in a checkpoint."""
+    if not str(getattr(value, "dtype", "")).startswith("key<"):
+        return ex.fill(value)
+    import jax
+
+    from orbaxkit.trees import spec_of
+
+    words = jax.eval_shape(jax.random.key_data, value).shape[len(value.shape) :]
+    spec = spec_of(value)
+    assert spec is not None
+    return ex.fill(value, element=Element(spec.dtype, "key", spec.key_impl, words))
 
 
 def _misfit(value: Any, expr: Expr) -> str | None:

@@ -131,8 +131,17 @@ def no_match(names: Iterable[str], patterns: Iterable[Pattern], rule: Any) -> Tr
 
 
 def _suggestion(names: list[str], pattern: Pattern) -> str:
-    close = nearest(pattern.text, names) or names[:3]
+    pool = _subtrees(names) if pattern.text.endswith("/**") else names
+    close = nearest(pattern.text, pool) or names[:3]
     return f"matches nothing; nearest are {', '.join(close)}" if close else "matches nothing; there are no leaves"
+
+
+def _subtrees(names: list[str]) -> list[str]:
+    """The pattern for each inner node."""
+    paths = map(parse_path, names)
+    return [
+        f"{format_path(node)}/**" for node in dict.fromkeys(path[:k] for path in paths for k in range(1, len(path)))
+    ]
 
 
 def _subtree_hint(names: list[str], pattern: Pattern) -> str | None:

@@ -56,6 +56,12 @@ def test_simplifies(found, wanted):
     assert (found.shape, found.dtype) == (wanted.shape, wanted.dtype)
 
 
+def test_constants_are_told_apart_by_type_and_sign():
+    values = [0, 0.0, -0.0, False, 0j, float("nan")]
+    assert len({ex.fill(value, (2,), X.element) for value in values}) == len(values)
+    assert ex.fill(float("nan"), (2,), X.element) == ex.fill(float("nan"), (2,), X.element)
+
+
 @pytest.mark.parametrize("axis", range(3))
 def test_a_stack_of_every_index_is_the_array(axis: int):
     assert ex.stack([ex.index(X, axis, i) for i in range(X.shape[axis])], axis) is X

@@ -75,6 +75,10 @@ def test_every_transform_refuses_a_pattern_that_matches_nothing(rule):
     assert f"where: {rule!r}" in str(error)
 
 
+def test_a_subtree_with_a_typo_gets_the_subtrees_that_are_there():
+    assert "layer/**: matches nothing; nearest are layers/**" in str(refused(F6, t.select("layer/**")))
+
+
 def test_select_and_drop_by_regular_expression():
     plan = make_plan(F6, t.select(re.compile(r"layers/(w|norm)")), t.drop("*/norm"))
     assert list(plan.outputs) == ["layers/w"]
@@ -472,6 +476,16 @@ def test_fill_with_numbers_arrays_and_trees():
         "new": ("int32", (2,), 1),
         "other/scale": ("float32", (2,), 1),
     }
+
+
+def test_fill_with_prng_keys():
+    jax = pytest.importorskip("jax")
+    keys = jax.random.split(jax.random.key(3), 4)
+    plan = make_plan(F6, t.fill("rng", keys), t.unstack("rng", into="rng_{i}", axis=0), t.select("rng_2"))
+    assert plan.specs["rng_2"].dtype_name == "key<fry>"
+    assert (run(plan, {})["rng_2"] == jax.random.key_data(keys[2])).all()
+    assert (jax.random.key_data(plan.as_function()({})["rng_2"]) == jax.random.key_data(keys[2])).all()
+    assert make_plan(F6, t.fill("rngs/**", {"rngs": {"a": keys}})).specs["rngs/a"].data_shape == (4, 2)
 
 
 class Source:
