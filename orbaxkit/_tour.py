@@ -1,4 +1,4 @@
-"""A tour of what orbaxkit does, on a small checkpoint that it writes itself or on the user's own, which it only reads."""
+"""A tour of what orbaxkit does, on a small checkpoint that it writes itself or on one of yours, which it only reads."""
 
 import tempfile
 import time
@@ -9,9 +9,15 @@ from typing import Any
 
 import numpy as np
 
+from orbaxkit._apply import apply
 from orbaxkit._checkpoint import Checkpoint, open_checkpoint
-from orbaxkit._restore import restore_params
+from orbaxkit._params import find_params
+from orbaxkit._restore import restore, restore_params
+from orbaxkit.paths import format_path
+from orbaxkit.planning import make_plan
+from orbaxkit.planning.scanned import find_scanned
 from orbaxkit.specs import nest
+from orbaxkit.transforms import select, unstack
 
 # The seed of every random number here: a tour prints the same values each time.
 SEED = 0
@@ -28,7 +34,7 @@ class Stop:
 
 
 def tour(path: Any = None, *, progress: Callable[[str], None] = lambda line: None) -> Iterator[str]:
-    """Yield the tour's lines. Without a path, a small pi0-shaped checkpoint is written to a temporary directory first."""
+    """Yield the tour's lines. Without a path, a small pi0-shaped checkpoint is first written to a temporary folder."""
     if path is not None:
         yield from _walk(open_checkpoint(path))
         return
@@ -55,31 +61,51 @@ def _look(checkpoint: Checkpoint) -> Iterator[str]:
 def _restore(checkpoint: Checkpoint) -> Iterator[str]:
     import jax
 
-    start, before = time.perf_counter(), _bytes_read()
+    path = format_path(find_params(checkpoint.specs).path)
+    plan = make_plan(checkpoint, *([select(f"{path}/**")] if path else []))
+    start = time.perf_counter()
     params = jax.block_until_ready(restore_params(checkpoint))
-    seconds, read = time.perf_counter() - start, _bytes_read() - before
+    seconds = time.perf_counter() - start
     leaves = jax.tree.leaves(params)
     stored = sum(spec.stored_bytes or 0 for spec in checkpoint.specs.values())
-    yield f"{len(leaves)} leaves, {sum(leaf.size for leaf in leaves):,} parameters"
-    yield f"read {read:,} bytes of {stored:,} in {seconds:.2f} s: the optimizer's stayed on disk"
+    yield f"{len(leaves)} leaves, {sum(np.size(leaf) for leaf in leaves):,} parameters, from {path or 'the whole tree'}"
+    yield f"read {plan.read_bytes:,} bytes of {stored:,} in {seconds:.2f} s: the rest stayed on disk"
 
 
-def _bytes_read() -> int:
-    """The file bytes that TensorStore has read in this process so far."""
-    import tensorstore as ts
+def _reshape(checkpoint: Checkpoint) -> Iterator[str]:
+    import jax
 
-    metrics = ts.experimental_collect_matching_metrics("/tensorstore/kvstore/file/bytes_read", True)
-    return sum(value["value"] for metric in metrics for value in metric["values"])
+    inside = format_path(find_params(checkpoint.specs).path)
+    scanned = [found for found in find_scanned(checkpoint.specs) if found.path.startswith(inside) and found.layers]
+    if not scanned:
+        yield "no subtree of the params looks scanned over layers: nothing to unstack"
+        return
+    blocks = scanned[0]
+    name = blocks.path.rpartition("/")[2]
+    unstack_blocks = unstack(blocks.path, into=f"{name}_{{i}}", axis=blocks.axis)
+    plan = make_plan(checkpoint, select(f"{blocks.path}/**"), unstack_blocks)
+    yield str(plan)
+    layers = restore(checkpoint, select(f"{blocks.path}/**"), unstack_blocks)
+    back = apply(layers, unstack_blocks.inverse())
+    same = jax.tree.map(np.array_equal, back, restore(checkpoint, select(f"{blocks.path}/**")))
+    yield f"{len(plan.outputs)} leaves of {blocks.layers} layers; stacked again: {_verdict(same)}"
+
+
+def _verdict(same: Any) -> str:
+    import jax
+
+    return "equal to what was saved" if all(jax.tree.leaves(same)) else "NOT what was saved"
 
 
 STOPS = (
     Stop("What is in it, from metadata alone", "print(ckpt := ok.open(path))", _look),
     Stop("Only the params, onto the default device", "params = ok.restore_params(ckpt)", _restore),
+    Stop("Scanned layers one by one, planned on metadata, and back", "print(ok.plan(ckpt, ok.unstack(…)))", _reshape),
 )
 
 
-# The example: a pi0-like train state, a hundredth as wide. The vision tower's blocks are scanned and train; the language
-# model's are scanned, frozen and bfloat16, so that the optimizer holds no moments for them.
+# The example: a pi0-like train state, a hundredth as wide. The vision tower's blocks are scanned and train; those of
+# the language model are scanned, frozen and bfloat16, so that the optimizer holds no moments for them.
 WIDTH, HIDDEN, HEADS, HEAD_WIDTH = 48, 128, 4, 12
 VISION_LAYERS, LANGUAGE_LAYERS, LANGUAGE_WIDTH, ACTION_WIDTH = 27, 18, 64, 32
 
