@@ -23,8 +23,9 @@ class Grown:
 def regrow(tree: Any, leaves: list[Grown]) -> Any:
     """The new leaves in the containers that they were in, wherever those are now.
 
-    A subtree that only moved, or of which there are now many, keeps its types; anything new is dicts and lists.
-    Containers with fixed fields (TrainState, NamedTuple, dataclass, box) are refused where a field's leaves came or went.
+    A subtree that only moved, or of which there are now many, keeps its types; all that is new is dicts and lists.
+    Containers with fixed fields (TrainState, NamedTuple, dataclass, box) are refused where leaves of a field came or
+    went.
     """
     return _Nursery(tree).grow(leaves, 0)
 

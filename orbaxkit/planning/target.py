@@ -41,8 +41,8 @@ def fit(found: Specs, target: Target, leniency: Leniency, *, strip_value: bool) 
     """Match a plan's outputs to a target's leaves.
 
     A first-level key that the target lacks was not asked for; below the keys it has, everything must match: names,
-    shapes and dtypes. A box (nnx Variable, linen Partitioned) matches with and without its `value` level; `strip_value` lets
-    any leaf do so. Raises one TargetError that lists every disagreement.
+    shapes and dtypes. A box (nnx Variable, linen Partitioned) matches with and without its `value` level;
+    `strip_value` lets any leaf do so. Raises one TargetError that lists every disagreement.
     """
     matched = {name: _partner(leaf, found, strip_value) for name, leaf in target.leaves.items()}
     missing = [name for name, partner in matched.items() if partner is None]
