@@ -12,7 +12,7 @@ from orbaxkit.execute.pieces import full
 from orbaxkit.growing import Grown, regrow
 from orbaxkit.planning import Expr, Output, Plan, Transform, make_plan
 from orbaxkit.planning.host import evaluate as evaluate_on_host
-from orbaxkit.planning.nodes import Read, reads_of
+from orbaxkit.planning.nodes import Affine, Cast, MergeLora, Read, reads_of
 from orbaxkit.trees import Target, flatten
 
 
@@ -34,13 +34,20 @@ def apply(tree: Any, *transforms: Transform) -> Any:
     target = flatten(tree)
     plan = make_plan(target.specs, *transforms)
     values = _values(plan, target)
-    grown = [Grown(output.path, values[name], _origin(output.expr, target)) for name, output in plan.outputs.items()]
-    return target.rebuild(values) if list(values) == list(target.leaves) else regrow(tree, grown)
+    if plan == Plan.identity(target.specs):
+        return target.rebuild(values)
+    grown = [_grown(output, values[name], target) for name, output in plan.outputs.items()]
+    return regrow(tree, grown)
 
 
-def _origin(expr: Expr, target: Target) -> Any:
-    reads = [read for read in reads_of(expr) if read.source is None]
-    return target.leaves[reads[0].name] if reads else None
+def _grown(output: Output, value: Any, target: Target) -> Grown:
+    reads = [read for read in reads_of(output.expr) if read.source is None]
+    origin = target.leaves[reads[0].name] if reads else None
+    return Grown(output.path, value, origin, keeps_axes=_keeps_axes(output.expr))
+
+
+def _keeps_axes(expr: Expr) -> bool:
+    return isinstance(expr, Read) or (type(expr) in (Affine, Cast, MergeLora) and _keeps_axes(expr.children[0]))
 
 
 def _values(plan: Plan, target: Target) -> dict[str, Any]:

@@ -10,14 +10,21 @@ from orbaxkit.errors import TargetError
 from orbaxkit.paths import KeyPath, Segment, format_path, is_index, natural_order
 from orbaxkit.trees import TargetLeaf, children_of
 
+# Where boxes keep the names of their axes: linen's Partitioned, nnx Variables of flax 0.12 and before.
+_AXIS_NAMES = ("names", "out_sharding", "sharding_names", "sharding")
+
 
 @dataclass(frozen=True)
 class Grown:
-    """A leaf of a changed tree: its typed path, its value, and the leaf of the old tree that it comes from."""
+    """A leaf of a changed tree: its typed path, its value, and the leaf of the old tree that it comes from.
+
+    `keeps_axes`: its axes are still those of that leaf.
+    """
 
     path: KeyPath
     value: Any
     origin: TargetLeaf | None
+    keeps_axes: bool = True
 
 
 def regrow(tree: Any, leaves: list[Grown]) -> Any:
@@ -27,7 +34,15 @@ def regrow(tree: Any, leaves: list[Grown]) -> Any:
     Containers with fixed fields (TrainState, NamedTuple, dataclass, box) are refused where leaves of a field came or
     went.
     """
-    return _Nursery(tree).grow(leaves, 0)
+    nursery = _Nursery(tree)
+    bent = [(leaf, nursery.axis_names(leaf)) for leaf in leaves if not leaf.keeps_axes]
+    if any(names for _, names in bent):
+        raise TargetError(
+            "a box that names its axes cannot hold an array of other axes",
+            leaves=[(format_path(leaf.path), f"its box names {names}") for leaf, names in bent if names],
+            hint="unbox first: flax.linen.unbox(tree), or nnx.to_pure_dict(state)",
+        )
+    return nursery.grow(leaves, 0)
 
 
 @dataclass(frozen=True)
@@ -52,6 +67,14 @@ class _Nursery:
         (path,) = origins if len(origins) == 1 else (None,)
         return self._at(tuple(map(str, leaves[0].path[:depth])) if path is None else path)
 
+    def axis_names(self, leaf: Grown) -> Any:
+        """The names that the leaf's old box (linen's Partitioned, an nnx Variable with sharding) gives its axes."""
+        if leaf.origin is None or not leaf.origin.is_boxed:
+            return None
+        box = self._at(tuple(map(str, leaf.origin.path[:-1])))
+        metadata = box.get_metadata() if hasattr(box, "get_metadata") else {"names": getattr(box, "names", None)}
+        return next((metadata[key] for key in _AXIS_NAMES if metadata.get(key)), None)
+
     def _at(self, path: tuple[str, ...]) -> Any:
         if not path:
             return self.tree
@@ -75,7 +98,7 @@ def _contain(old: Any, grown: dict[Segment, Any], path: KeyPath) -> Any:
     fields, treedef = children_of(old)
     new = {str(key): child for key, child in grown.items()}
     empty = {name: child for name, child in fields.items() if not jax.tree.leaves(child)}
-    if (new | empty).keys() == fields.keys() and _fits_box(old, new):
+    if (new | empty).keys() == fields.keys():
         return treedef.unflatten([new.get(name, child) for name, child in fields.items()])
     if isinstance(old, Mapping):
         return _mapping(old, empty | new)
@@ -92,17 +115,9 @@ def _mapping(old: Mapping, new: dict[str, Any]) -> Any:
     return type(old)(named)  # type: ignore[call-arg]
 
 
-def _fits_box(old: Any, new: dict[str, Any]) -> bool:
-    """Whether a box that names its axes (linen's Partitioned) still has as many."""
-    names = getattr(old, "names", None)
-    return not (isinstance(names, tuple) and "value" in new) or len(names) == len(new["value"].shape)
-
-
 def _no_place(old: Any, new: dict[str, Any], fields: dict[str, Any], empty: set[str], path: KeyPath) -> TargetError:
     changed = [(name, "has no place") for name in new if name not in fields]
     changed += [(name, "would have no leaves") for name in fields if name not in new and name not in empty]
-    if not changed:
-        changed = [("value", f"has {len(new['value'].shape)} axes, the box names {len(old.names)}")]
     return TargetError(
         f"a {type(old).__name__} cannot hold the result",
         leaves=[(format_path((*path, name)), problem) for name, problem in changed],

@@ -89,8 +89,10 @@ def test_nnx_state_stays_a_state_of_params():
 
 def test_a_box_whose_axes_are_named_is_not_bent():
     tree = {"w": nn.Partitioned(jnp.ones((2, 3)), names=("layers", "model"))}
-    with pytest.raises(ok.TargetError, match="1 axes, the box names 2"):
-        ok.apply(tree, ok.unstack("w", into="w_{i}", axis=0))
+    for transform in (ok.unstack("w", into="w_{i}", axis=0), ok.transpose("w/value")):
+        with pytest.raises(ok.TargetError, match="its box names"):
+            ok.apply(tree, transform)
+    assert ok.apply(tree, ok.cast("bfloat16"))["w"].names == ("layers", "model")
 
 
 @flax.struct.dataclass
@@ -131,3 +133,11 @@ def test_copies_that_differ_are_refused():
     assert ok.apply(same, ok.unreplicate("w"))["w"].shape == (2,)
     with pytest.raises(ok.TransformError, match="copy 3"):
         ok.apply({"w": same["w"].at[3, 0].set(2)}, ok.unreplicate("w"))
+
+
+def test_an_nnx_variable_with_a_sharding_is_not_bent():
+    mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]).reshape(1, 1), ("layers", "model"))
+    with jax.set_mesh(mesh):
+        state = nnx.State({"w": nnx.Param(jnp.ones((2, 3)), out_sharding=("layers", "model"))})
+        with pytest.raises(ok.TargetError, match="its box names"):
+            ok.apply(state, ok.unstack("w", into="w_{i}", axis=0))
