@@ -16,6 +16,8 @@ from orbaxkit.formats.files import LFS_HEAD, LFS_HINT, LFS_PROBLEM, Folder, chec
 MANIFEST = "manifest.ocdbt"
 MANIFEST_MAGIC = bytes.fromhex("0cdb3a2a")
 PART_PREFIX = "ocdbt.process_"  # process_0, process_replica_0, process_pwcontroller
+_OWN_FOLDERS = ("array_metadatas",)
+_NESTED_DEPTH = 8
 
 
 class Value(NamedTuple):
@@ -25,7 +27,7 @@ class Value(NamedTuple):
     inline: bytes | None
     file: str  # relative to the folder; "" for inline values
     offset: int
-    part: str  # "" in a merged store, else the folder of the process that wrote it
+    part: str  # the folder of the store that has it: "" for the item's own, else a process's, or that of a key with "/"
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,15 +47,28 @@ def is_ocdbt(names: Iterable[str]) -> bool:
 def read_index(folder: Folder) -> Index:
     """Read a store's index: the merged tree where there is one, else every process's own."""
     if folder.file_size(MANIFEST) is not None:
-        return Index(folder, dict(_read_tree(folder, "")))
+        values = dict(_read_tree(folder, ""))
+        for inside in _stores_below(folder, "", _NESTED_DEPTH):
+            values.update((f"{inside}/{key}", value) for key, value in _read_tree(folder.folder(inside), inside))
+        return Index(folder, values)
     parts = natural(name for name, is_folder in folder.names().items() if is_folder and name.startswith(PART_PREFIX))
     found = [part for part in parts if folder.file_size(f"{part}/{MANIFEST}") is not None]
     if not found:
         raise CheckpointError(f"no {MANIFEST}, here or in {PART_PREFIX}*", where=folder.path)
-    values: dict[str, Value] = {}
+    values = {}
     for part in found:
         values.update(_read_tree(folder.folder(part), part))
     return Index(folder, values, tuple(found))
+
+
+def _stores_below(folder: Folder, inside: str, depth: int) -> Iterator[str]:
+    """Folders with a store of their own: release 0.3 took what is before a `/` in a key as the folder of a store."""
+    for name, is_folder in folder.folder(inside).names().items():
+        if is_folder and depth and name not in _OWN_FOLDERS and not name.startswith(PART_PREFIX):
+            below = f"{inside}/{name}" if inside else name
+            if folder.file_size(f"{below}/{MANIFEST}") is not None:
+                yield below
+            yield from _stores_below(folder, below, depth - 1)
 
 
 def read_values(folder: Folder, values: Iterable[Value]) -> list[bytes]:

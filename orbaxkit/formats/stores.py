@@ -178,13 +178,16 @@ class OcdbtStore:
         return None if end <= self._sizes[value.file] else extent_problem(self.folder, value.file, end)
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        """A merged store's keys below the array's name; of an unmerged one every key from the part that has it."""
+        """One store's keys below the array's name; where several stores have some, each key from the one that has it."""
         path = f"{name}/" if name else ""
-        if not self.parts:
-            return _ocdbt(self.folder, path)
         own = [self.arrays[name], *self.chunks.get(name, ())]
-        layers = [{"base": _ocdbt(self.folder.folder(v.part), path + key), "exact": key} for key, v in own]
+        if not any(value.part for _, value in own):
+            return _ocdbt(self.folder, path)
+        layers = [{"base": self._store_of(value, path + key), "exact": key} for key, value in own]
         return {"driver": "kvstack", "layers": layers}
+
+    def _store_of(self, value: Value, key: str) -> dict[str, Any]:
+        return _ocdbt(self.folder.folder(value.part), key.removeprefix(f"{value.part}/"))
 
     def where(self, name: str) -> str:
         """The store's folder."""
