@@ -6,6 +6,7 @@ if TYPE_CHECKING:
     from orbaxkit._apply import apply
     from orbaxkit._checkpoint import Checkpoint
     from orbaxkit._checkpoint import open_checkpoint as open
+    from orbaxkit._optimizer import migrate_opt_state, rebuild_opt_state, reset_optimizer
     from orbaxkit._restore import restore, restore_params
     from orbaxkit.errors import (
         CheckpointError,
@@ -58,9 +59,12 @@ __all__ = [
     "drop",
     "fill",
     "merge_lora",
+    "migrate_opt_state",
     "open",
     "plan",
+    "rebuild_opt_state",
     "rename",
+    "reset_optimizer",
     "reshape",
     "restore",
     "restore_params",
@@ -76,6 +80,7 @@ __all__ = [
 _HOMES = {
     "_apply": ("apply",),
     "_checkpoint": ("Checkpoint", "open"),
+    "_optimizer": ("migrate_opt_state", "rebuild_opt_state", "reset_optimizer"),
     "_restore": ("restore", "restore_params"),
     "errors": (
         "CheckpointError",

@@ -6,13 +6,12 @@ from typing import Literal
 
 from orbaxkit.errors import CheckpointError
 from orbaxkit.paths import KeyPath, Segment, format_path
-from orbaxkit.slots import find_slots
+from orbaxkit.slots import EMA_NAMES, find_slots
 from orbaxkit.specs import Specs
 
 Which = Literal["ema", "raw"]
 
 _OPTIMIZER_NAMES = {"opt_state", "opt_states", "optimizer", "optimizer_state", "opt", "optim"}
-_EMA_NAMES = {"ema_params", "params_ema", "ema", "ema_state"}
 _BOOKKEEPING = {"step", "rng", "rngs", "key", "metrics", "epoch", "dropout_rng", "dropout_key"}
 
 
@@ -35,6 +34,8 @@ def find_params(specs: Specs, which: Which | None = None) -> FoundParams:
     beside an optimizer or a step, then takes a tree of nothing else whole. Raises CheckpointError with the candidates
     where that leaves none or several; `which` settles an average against the live params.
     """
+    if which not in (None, "ema", "raw"):
+        raise CheckpointError(f"which={which!r}", hint='which="ema" or which="raw"')
     slots = {slot.key_path for slot in find_slots(specs)}
     paths = [specs.paths[name] for name, spec in specs.items() if spec.kind != "empty"]
     candidates = _named_params(paths, slots) or _beside_the_rest(paths, slots)
@@ -69,8 +70,8 @@ def _named_params(paths: list[KeyPath], slots: set[KeyPath]) -> list[FoundParams
         for node in (path[:depth] for depth in range(1, len(path))):
             if _is_optimizer(node, slots):
                 break
-            if node[-1] == "params" or node[-1] in _EMA_NAMES:
-                found[node] = node[-1] in _EMA_NAMES
+            if node[-1] == "params" or node[-1] in EMA_NAMES:
+                found[node] = node[-1] in EMA_NAMES
                 break
     return [_named(path, is_ema, paths, ("train_state", "params") in found) for path, is_ema in found.items()]
 

@@ -66,7 +66,7 @@ def restore(
         plan = cast(dtype)(plan)
     if target is None:
         return _restore_free(ckpt, _strip(plan) if strip_value else plan, sharding, as_numpy)
-    return _restore_into(ckpt, plan, target, leniency, as_numpy, bool(strip_value))
+    return restore_into(ckpt, plan, target, leniency, as_numpy, bool(strip_value))
 
 
 def restore_params(
@@ -149,18 +149,21 @@ def _sharding_for(sharding: Any, name: str, spec: LeafSpec) -> Sharding:
     return sharding if isinstance(sharding, Sharding) else sharding(name, spec)
 
 
-def _restore_into(
+def restore_into(
     ckpt: Checkpoint, plan: Plan, tree: Any, leniency: Leniency, as_numpy: bool, strip_value: bool
 ) -> Any:
     """With a target: check all of it, read what fills it, rebuild its containers."""
     target = flatten(tree)
     fitted = fit(plan.specs, target, leniency, strip_value=strip_value)
     outputs = {name: plan.outputs[source] for name, source in fitted.filled.items()}
-    filled = plan.with_outputs(outputs)
-    placements = {name: _target_placement(target.leaves[name], as_numpy) for name in outputs}
-    values = _run(ckpt, filled, placements)
     kept = {name: target.leaves[name].value for name in fitted.kept}
-    return target.rebuild(kept | _as_wanted(values, target, placements))
+    return target.rebuild(kept | read_into(ckpt, plan.with_outputs(outputs), target, as_numpy))
+
+
+def read_into(ckpt: Checkpoint, plan: Plan, target: Target, as_numpy: bool = False) -> dict[str, Any]:
+    """The values of a plan whose outputs are named as the target's leaves, in the types and places that those want."""
+    placements = {name: _target_placement(target.leaves[name], as_numpy) for name in plan.outputs}
+    return _as_wanted(_run(ckpt, plan, placements), target, placements)
 
 
 def _target_placement(leaf: TargetLeaf, as_numpy: bool) -> Sharding | None:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from orbaxkit.errors import shown
-from orbaxkit.paths import KeyPath, format_path, is_index
+from orbaxkit.paths import KeyPath, Segment, format_path, is_index
 from orbaxkit.specs import Specs
 from orbaxkit.states import STATES, StateClass, StateField, candidates
 
@@ -41,6 +41,8 @@ class Slot:
 
 
 _OPTIMIZER = re.compile(r"(.*_)?(opt|optim|optimizer|tx|optax)(_?states?)?", re.IGNORECASE)
+# What averaged copies of the params are called, outside optimizer states.
+EMA_NAMES = frozenset({"ema_params", "params_ema", "ema", "ema_state"})
 _ALL_FIELDS = frozenset(name for state in STATES for name in state.fields)
 
 
@@ -155,7 +157,12 @@ def _within_params(path: KeyPath) -> bool:
 
 
 def _within_optimizer(path: KeyPath) -> bool:
-    return any(isinstance(segment, str) and _OPTIMIZER.fullmatch(segment) for segment in path)
+    return any(is_optimizer_name(segment) for segment in path)
+
+
+def is_optimizer_name(segment: Segment) -> bool:
+    """Whether a key is called like an optimizer or its state."""
+    return isinstance(segment, str) and _OPTIMIZER.fullmatch(segment) is not None
 
 
 def _chain_root(path: KeyPath) -> KeyPath:

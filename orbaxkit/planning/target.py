@@ -53,7 +53,7 @@ def fit(found: Specs, target: Target, leniency: Leniency, *, strip_value: bool) 
     kinds = [
         (name, partner)
         for name, partner in pairs.items()
-        if name not in set(shapes) and not _agree(found[partner], target.leaves[name])
+        if name not in set(shapes) and not agree(found[partner], target.leaves[name])
     ]
 
     problems = []
@@ -107,7 +107,7 @@ def _shapes_differ(found: LeafSpec, leaf: TargetLeaf) -> bool:
     return "string" not in (found.kind, leaf.spec.kind) and found.shape != leaf.spec.shape
 
 
-def _agree(found: LeafSpec, leaf: TargetLeaf) -> bool:
+def agree(found: LeafSpec, leaf: TargetLeaf) -> bool:
     """Kinds and dtypes agree. Numbers have no dtype of their own: whether one survives is checked once it is read."""
     wanted = leaf.spec
     if found.kind in ("string", "key") or wanted.kind in ("string", "key"):
