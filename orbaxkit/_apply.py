@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import numpy as np
 
+from orbaxkit.errors import TransformError
 from orbaxkit.execute.gather import Gather
 from orbaxkit.execute.kernels import evaluate, must_see_values
 from orbaxkit.execute.pieces import full
@@ -78,8 +79,28 @@ def _computed(outputs: Mapping[str, Output], target: Target) -> dict[str, Any]:
     if not outputs:
         return {}
     exprs = [output.expr for output in outputs.values()]
+    _refuse_mixed_devices(outputs, target)
     given = {id(leaf): _device_value(leaf, target) for expr in exprs for leaf in _leaf_nodes(expr)}
     return dict(zip(outputs, evaluate(exprs, given, [None] * len(exprs)), strict=True))
+
+
+def _refuse_mixed_devices(outputs: Mapping[str, Output], target: Target) -> None:
+    mixed = []
+    for name, output in outputs.items():
+        values = (target.leaves[read.name].value for read in reads_of(output.expr) if read.source is None)
+        places = {frozenset(x.sharding.device_set) for x in values if isinstance(x, jax.Array) and x.committed}
+        if len(places) > 1:
+            mixed.append((name, f"made of arrays on devices {' and '.join(sorted(map(_device_ids, places)))}"))
+    if mixed:
+        raise TransformError(
+            "arrays on different devices cannot be joined",
+            leaves=mixed,
+            hint="jax.device_put them to one sharding first",
+        )
+
+
+def _device_ids(devices: Any) -> str:
+    return str(sorted(device.id for device in devices))
 
 
 def _leaf_nodes(expr: Expr) -> list[Read]:

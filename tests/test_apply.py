@@ -141,3 +141,22 @@ def test_an_nnx_variable_with_a_sharding_is_not_bent():
         state = nnx.State({"w": nnx.Param(jnp.ones((2, 3)), out_sharding=("layers", "model"))})
         with pytest.raises(ok.TargetError, match="its box names"):
             ok.apply(state, ok.unstack("w", into="w_{i}", axis=0))
+
+
+def test_arrays_on_different_devices_are_not_joined():
+    first, second = jax.devices()[:2]
+    tree = {"a_0": jax.device_put(jnp.ones(2), first), "a_1": jax.device_put(jnp.ones(2), second)}
+    with pytest.raises(ok.TransformError, match=r"arrays on devices \[0\] and \[1\]"):
+        ok.apply(tree, ok.stack("a_{i}", into="a"))
+
+
+def test_inside_a_context_with_an_explicit_mesh():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        x = jax.device_put(
+            np.arange(16, dtype=np.float32).reshape(8, 2),
+            jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x")),
+        )
+        layer = ok.apply({"w": x}, ok.unstack("w", into="w_{i}", axis=0))["w_7"]
+    np.testing.assert_array_equal(layer, [14, 15])
+    assert layer.sharding.mesh == mesh

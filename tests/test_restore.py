@@ -326,3 +326,20 @@ def test_options_that_do_not_exist_are_refused(tmp_path):
     path = save(tmp_path / "c", {"w": jnp.ones(1)})
     with pytest.raises(Exception, match="on_missing"):
         ok.restore(path, target={"w": jnp.ones(1)}, on_missing="zeros")
+
+
+def test_shardings_that_do_not_fit_are_listed_before_anything_is_read(tmp_path):
+    path = save(tmp_path / "c", {"odd": jnp.ones((5, 2)), "even": jnp.ones((8, 2)), "short": jnp.ones(8)})
+    with pytest.raises(TargetError, match="shardings that do not fit") as error:
+        ok.restore(path, sharding=NamedSharding(mesh(8), P("data", None)))
+    assert dict(error.value.leaves) == {
+        "odd": "float32[5, 2]: axis 0 does not divide into 8",
+        "short": "float32[8]: P('data', None) has more axes",
+    }
+
+
+def test_an_abstract_mesh_is_refused(tmp_path):
+    path = save(tmp_path / "c", {"w": jnp.ones(8)})
+    sharding = NamedSharding(jax.sharding.AbstractMesh((8,), ("data",)), P("data"))
+    with pytest.raises(TargetError, match="its mesh is abstract"):
+        ok.restore(path, target={"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)})

@@ -1,12 +1,13 @@
 """Run a plan: read what each output needs, once, into host arrays or sharded device arrays."""
 
+import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from orbaxkit.errors import TargetError
 from orbaxkit.execute.gather import Gather
@@ -41,6 +42,7 @@ def run(plan: Plan, source: Source, placements: Placements) -> dict[str, Any]:
     """
     specs = plan.specs
     _refuse_narrowing(specs, placements)
+    _check_shardings(specs, placements)
     check_readable(plan, source)
     check_memory(sum(spec.nbytes for spec in specs.values()))
     values = _gathered(plan, specs, source, placements)
@@ -166,6 +168,41 @@ def _spans(index: Any, shape: tuple[int, ...]) -> Spans:
 
 def _on(device: Any, sharding: Sharding) -> Sharding:
     return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
+
+
+def _check_shardings(specs: Mapping[str, LeafSpec], placements: Placements) -> None:
+    """Shardings that cannot hold their leaf, all of them, before anything is read."""
+    found = (
+        (name, _sharding_problem(specs[name].shape, sharding)) for name, sharding in placements.items() if sharding
+    )
+    problems = [(name, f"{specs[name]}: {problem}") for name, problem in found if problem]
+    if problems:
+        raise TargetError(
+            "shardings that do not fit their leaves",
+            leaves=problems,
+            hint="a function of path and spec can choose for each leaf: sharding=lambda path, spec: …",
+        )
+
+
+def _sharding_problem(shape: tuple[int, ...], sharding: Sharding) -> str | None:
+    if isinstance(sharding, NamedSharding):
+        if isinstance(sharding.mesh, AbstractMesh):
+            return "its mesh is abstract: it names no devices"
+        if len(sharding.spec) > len(shape):
+            return f"{sharding.spec} has more axes"
+        pieces = [_pieces_along(sharding.mesh, names) for names in sharding.spec]
+        uneven = [(axis, count) for axis, count in enumerate(pieces) if shape[axis] % count]
+        return f"axis {uneven[0][0]} does not divide into {uneven[0][1]}" if uneven else None
+    try:
+        sharding.shard_shape(shape)
+    except ValueError as error:
+        return str(error).split("\n")[0]
+    return None
+
+
+def _pieces_along(mesh: Any, names: Any) -> int:
+    names = () if names is None else names if isinstance(names, tuple) else (names,)
+    return math.prod(mesh.shape[name] for name in names if isinstance(name, str))
 
 
 def _refuse_narrowing(specs: Mapping[str, LeafSpec], placements: Placements) -> None:

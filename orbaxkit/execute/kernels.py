@@ -5,6 +5,7 @@ layers share one compilation, and small layers leave an array many at a time.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from functools import lru_cache
 from typing import Any
 
@@ -49,7 +50,8 @@ def evaluate(
             return layers.take(node, xs[0])
         return _run(node, xs, _auto(wanted.get(id(node))))
 
-    results = fold(exprs, visit, done)
+    with _auto_context():
+        results = fold(exprs, visit, done)
     like = _explicit_mesh(given.values())
     return [_on_mesh(result, sharding or like) for result, sharding in zip(results, shardings, strict=True)]
 
@@ -122,6 +124,14 @@ def _auto(sharding: Sharding | None) -> Sharding | None:
         return sharding
     mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
     return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+
+
+def _auto_context() -> AbstractContextManager[Any]:
+    """The user's own `jax.set_mesh` context with all axes Auto, like the arrays that kernels get."""
+    mesh = jax.sharding.get_mesh()
+    if mesh.empty or all(kind == AxisType.Auto for kind in mesh.axis_types):
+        return nullcontext()
+    return jax.set_mesh(Mesh(mesh.devices, mesh.axis_names))
 
 
 def _on_auto_mesh(x: jax.Array) -> jax.Array:

@@ -79,7 +79,7 @@ def locate(path: str | os.PathLike[str], step: int | None = None) -> Layout:
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
     """A local path as an absolute one: `~` and `file://` are understood, links are kept."""
-    text = os.fspath(path)
+    text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"{text!r} is no path")
     text = text.removeprefix("file://")

@@ -178,7 +178,7 @@ class OcdbtStore:
         return None if end <= self._sizes[value.file] else extent_problem(self.folder, value.file, end)
 
     def kvstore(self, name: str) -> dict[str, Any]:
-        """One store's keys below the array's name; where several stores have some, each key from the one that has it."""
+        """The array's keys: of one store, or where several have some, each key from the store that has it."""
         path = f"{name}/" if name else ""
         own = [self.arrays[name], *self.chunks.get(name, ())]
         if not any(value.part for _, value in own):

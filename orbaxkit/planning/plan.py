@@ -5,6 +5,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from orbaxkit.errors import TransformError
 from orbaxkit.paths import KeyPath
 from orbaxkit.planning import expressions, regions
 from orbaxkit.planning.nodes import Expr, Foreign, Read, reads_of
@@ -178,5 +179,7 @@ def make_plan(source: Any, *transforms: Transform) -> Plan:
     specs = source if isinstance(source, Specs) else source.specs
     plan = Plan.identity(specs)
     for transform in transforms:
+        if not callable(transform):
+            raise TransformError(f"{transform!r} is no transform", hint="select, drop, rename…: ok.select('params/**')")
         plan = transform(plan)
     return plan
