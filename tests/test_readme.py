@@ -28,8 +28,8 @@ def examples() -> list[tuple[str, str | None]]:
 
 
 def comparable(output: str) -> str:
-    """Output without what differs between machines: the folder, stored bytes, the release that wrote it."""
-    varying = r"^path .*$|^written by .*$|\(.* stored\)|reads .* of .*,"
+    """Output without what differs between machines: the folder, stored bytes, who wrote it and where."""
+    varying = r"^path .*$|^written by .*$|^note saved on .*$|\(.* stored\)|reads .* of .*,"
     return re.sub(varying, "…", re.sub(r" +", " ", output), flags=re.MULTILINE).strip()
 
 

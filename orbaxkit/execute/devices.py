@@ -189,7 +189,7 @@ def _sharding_problem(shape: tuple[int, ...], sharding: Sharding) -> str | None:
         if isinstance(sharding.mesh, AbstractMesh):
             return "its mesh is abstract: it names no devices"
         if len(sharding.spec) > len(shape):
-            return f"{sharding.spec} has more axes"
+            return f"P{tuple(sharding.spec)} has more axes"
         pieces = [_pieces_along(sharding.mesh, names) for names in sharding.spec]
         uneven = [(axis, count) for axis, count in enumerate(pieces) if shape[axis] % count]
         return f"axis {uneven[0][0]} does not divide into {uneven[0][1]}" if uneven else None
