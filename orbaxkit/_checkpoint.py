@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from orbaxkit._describe import Description, describe
 from orbaxkit.errors import CheckpointError, CheckpointWarning, shorten
 from orbaxkit.formats import Pending, Source, Value
 from orbaxkit.formats.detect import Layout, load, locate
@@ -136,6 +137,14 @@ class Checkpoint:
         """What a reader should know: how it was saved, what had to be assumed."""
         unfinished = () if self.is_finished else (_UNFINISHED,)
         return (*unfinished, *self.layout.notes, *self.source.warnings, *self.source.notes)
+
+    def describe(self) -> Description:
+        """What was recognised in the tree: scanned subtrees and their axes, optimizer states, notes. Prints well.
+
+        >>> print(ok.open("runs/pi0").describe())  # doctest: +SKIP
+        scanned    params/Transformer/encoderblock: axis 0 (27 layers)
+        """
+        return describe(self.specs, self.notes)
 
     def __str__(self) -> str:
         from orbaxkit.display.table import render
