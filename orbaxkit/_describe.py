@@ -11,8 +11,8 @@ from orbaxkit.specs import Specs
 class Description:
     """What was recognised in a tree.
 
-    `scanned`: subtrees whose leaves share a layer axis, with every axis that could be it; `unstack` infers it only where
-    one could. `optimizer`: a phrase for each optimizer state. `notes`: how it was saved, what had to be assumed.
+    `scanned`: subtrees whose leaves share a layer axis, with every axis that could be it; `unstack` infers it where
+    only one could. `optimizer`: a phrase for each optimizer state. `notes`: how it was saved, what had to be assumed.
     """
 
     scanned: tuple[Scanned, ...]
