@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from orbaxkit._checkpoint import Checkpoint, open_checkpoint
 from orbaxkit._params import find_params
 from orbaxkit._restore import read_into
-from orbaxkit.errors import TargetError, shorten
+from orbaxkit.errors import CheckpointError, TargetError, shorten
 from orbaxkit.optimizer.classes import make_empty, make_state
 from orbaxkit.optimizer.fresh import initial_leaves
 from orbaxkit.optimizer.inference import Makers, infer
@@ -63,7 +63,7 @@ def rebuild_opt_state(
                 log.info("%s: %s", ckpt.path, guess)
         schema = made if params is None else with_shardings(made, params)
     else:
-        schema = abstract_state(tx, params_of(state) if params is None else params)
+        schema = abstract_state(tx, params_of(state, _params_root(state)) if params is None else params)
     target = flatten(schema)
     matched = match_leaves(target, state)
     refuse_mismatch(matched, places_of(schema), ckpt.path)
@@ -104,7 +104,7 @@ def migrate_opt_state(
     """
     ckpt = open_checkpoint(checkpoint)
     state = stored_state(ckpt.specs, at, ckpt.path)
-    known = params_of(state) if params is None else params
+    known = params_of(state, _params_root(state)) if params is None else params
     schema = abstract_state(tx, known)
     target = flatten(schema)
     moves = plan_moves(
@@ -208,7 +208,7 @@ def _concrete(ckpt: Checkpoint, state: StoredState, params: Any) -> Any:
     lacking = [name for name, leaf in target.leaves.items() if leaf.is_abstract]
     if not lacking:
         return params
-    root = state.params
+    root = _params_root(state)
     by_path = {} if root is None else leaves_below(ckpt.specs, root)
     found = {name: find_leaf(target.leaves[name], by_path) for name in lacking}
     problems = [(name, "is abstract, and not in the checkpoint") for name, stored in found.items() if stored is None]
@@ -224,6 +224,14 @@ def _find_params(specs: Specs) -> KeyPath:
     """Params that are trained, not averages of them."""
     has_both = any(segment in EMA_NAMES for path in specs.paths.values() for segment in path)
     return find_params(specs, "raw" if has_both else None).path
+
+
+def _params_root(state: StoredState) -> KeyPath | None:
+    """Where the params of a state are, by what it mirrors, else by their name."""
+    try:
+        return _find_params(state.whole) if state.params is None else state.params
+    except CheckpointError:
+        return None
 
 
 def _makers(state: StoredState) -> Makers:

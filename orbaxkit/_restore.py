@@ -66,7 +66,7 @@ def restore(
         plan = cast(dtype)(plan)
     if target is None:
         return _restore_free(ckpt, _strip(plan) if strip_value else plan, sharding, as_numpy)
-    return restore_into(ckpt, plan, target, leniency, as_numpy, bool(strip_value))
+    return _restore_into(ckpt, plan, target, leniency, as_numpy, bool(strip_value))
 
 
 def restore_params(
@@ -149,7 +149,7 @@ def _sharding_for(sharding: Any, name: str, spec: LeafSpec) -> Sharding:
     return sharding if isinstance(sharding, Sharding) else sharding(name, spec)
 
 
-def restore_into(
+def _restore_into(
     ckpt: Checkpoint, plan: Plan, tree: Any, leniency: Leniency, as_numpy: bool, strip_value: bool
 ) -> Any:
     """With a target: check all of it, read what fills it, rebuild its containers."""

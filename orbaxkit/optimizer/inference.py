@@ -178,6 +178,9 @@ class _Inference:
         if isinstance(node, str):
             if self.state.specs[node].kind != "empty":
                 return self.makers.leaf(node)
+            full = text_path(self.state.root + path)
+            if full in self.assumed:
+                return self._assumed(node, path, full)
             self._guess(path, "MaskedNode", "ambiguous", _EMPTIES)
             return self.makers.empty("MaskedNode")
         made = {key: self.tree(child, (*path, key)) for key, child in node.items()}

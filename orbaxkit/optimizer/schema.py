@@ -8,14 +8,14 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from orbaxkit.errors import CheckpointError, OrbaxkitError, TargetError
 from orbaxkit.optimizer.stored import StoredState, TextPath, text_path
+from orbaxkit.paths import KeyPath
 from orbaxkit.slots import strip_value
 from orbaxkit.specs import LeafSpec, nest
 from orbaxkit.trees import Target, TargetLeaf, flatten
 
 
-def params_of(state: StoredState) -> Any:
-    """The checkpoint's own params as `jax.ShapeDtypeStruct`: those beside the state, else what its moments tell."""
-    root = state.params
+def params_of(state: StoredState, root: KeyPath | None) -> Any:
+    """The checkpoint's own params, at `root`, as `jax.ShapeDtypeStruct`; without one, what the moments tell of them."""
     if root is None:
         found = state.mirrored
     else:

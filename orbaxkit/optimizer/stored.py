@@ -1,6 +1,6 @@
 """The optimizer state of a checkpoint: where it lies, its leaves by their paths within it, its slots."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -55,14 +55,24 @@ class StoredState:
 
     @cached_property
     def params(self) -> KeyPath | None:
-        """The subtree of the checkpoint that holds the params which this state mirrors, if it is there."""
+        """The subtree of the checkpoint that holds the params which this state mirrors: the nearest one."""
+        for k in range(len(self.root), -1, -1):
+            found = self._params_within(self.root[:k])
+            if found is not None:
+                return found
+        return None
+
+    def _params_within(self, around: KeyPath) -> KeyPath | None:
         outside = [
             (_OUTSIDE + path, self.whole.leaves[name])
             for name, path in self.whole.paths.items()
-            if path[: len(self.root)] != self.root
+            if path[: len(around)] == around and path[: len(self.root)] != self.root
         ]
         inside = [(path, self.specs[name]) for name, path in self.specs.paths.items()]
-        found = table.find_params(Specs.of([*inside, *outside]), self.slots)
+        found = table.find_params(Specs.of([*inside, *outside]), self.slots) if outside else None
+        if found is None and not any(slot.mirrors for slot in self.slots):  # nothing tells but a name beside it
+            beside = (*_OUTSIDE, *self.root[:-1], "params")
+            found = beside if any(path[: len(beside)] == beside for path, _ in outside) else None
         return None if found is None else found[1:]
 
     @cached_property
@@ -114,9 +124,9 @@ def stored_state(specs: Specs, at: str | None = None, where: object = None) -> S
 
     Raises CheckpointError: there is none, or several and no `at`; all are listed.
     """
-    roots = find_states(specs)
     if at is not None:
-        return _state(specs, _path_at(specs, at, roots, where))
+        return _state(specs, _path_at(specs, at, where))
+    roots = find_states(specs)
     if len(roots) == 1:
         return _state(specs, roots[0])
     if not roots:
@@ -134,12 +144,12 @@ def _tops(specs: Specs) -> list[tuple[str, str]]:
     return [(format_path(path), "is here") for path in dict.fromkeys(path[:1] for path in specs.paths.values())]
 
 
-def _path_at(specs: Specs, at: str, roots: Iterable[KeyPath], where: object) -> KeyPath:
+def _path_at(specs: Specs, at: str, where: object) -> KeyPath:
     wanted = text_path(parse_path(at))
     for path in specs.paths.values():
         if text_path(path[: len(wanted)]) == wanted:
             return path[: len(wanted)]
-    known = ", ".join(format_path(root) for root in roots) or "none is recognised"
+    known = ", ".join(format_path(root) for root in find_states(specs)) or "none is recognised"
     raise CheckpointError(f"nothing lies at {at!r}", where=where, hint=f"optimizer states: {known}")
 
 
