@@ -315,7 +315,7 @@ def _merged(parts: list[Expr], axis: int) -> list[Expr]:
     out: list[Expr] = []
     if not any(part.shape[axis] for part in parts):
         return parts[:1]
-    parts = [part for part in parts if not isinstance(part, Slice) or part.start < part.stop]
+    parts = [part for part in parts if not (isinstance(part, Slice) and part.axis == axis and part.start == part.stop)]
     for part in parts:
         last = out[-1] if out else None
         if (

@@ -132,3 +132,8 @@ def test_deep_and_shared_expressions_compare_in_linear_time():
     start = time.perf_counter()
     assert a == b
     assert time.perf_counter() - start < 5
+
+
+def test_joining_parts_that_are_empty_along_another_axis_keeps_them():
+    empty = ex.slice_(X, 0, 2, 2)
+    assert ex.concat([empty, empty], 1).shape == (0, 8, 8)
