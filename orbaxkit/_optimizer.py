@@ -170,7 +170,7 @@ def reset_optimizer(
     target's own, unless `keep` names them.
 
     Args:
-        target: the tree to fill; without one the result is a dict of `params`, `opt_state` and `step`.
+        target: the tree to fill; without one the result is a dict of `params`, `opt_state` and, if saved, `step`.
         keep: what comes from the checkpoint all the same: "step", "ema", "schedule" (its counts), "nu" (a field),
             "adam" (a state), "adam/count", or a pattern of paths.
         only: what starts again, in the same words; everything else, the step too, comes from the checkpoint. A pattern

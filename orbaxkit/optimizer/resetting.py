@@ -76,7 +76,9 @@ def frame_of(
         )
         schema = abstract_state(tx, params)
         step = find_step(specs)
-        whole = {"params": params, "opt_state": schema, "step": 0 if step is None else placeholder(specs[step])}
+        whole = {"params": params, "opt_state": schema}
+        if step is not None:
+            whole["step"] = placeholder(specs[step])
         return _frame(whole, params, ("params",), source, ("opt_state",), schema)
     target = flatten(tree)
     roots = find_states(target.specs)
@@ -177,7 +179,8 @@ def _matches(word: str, path: KeyPath) -> bool:
 
 def _fresh_names(frame: Frame, choice: Choice, where: object) -> set[str]:
     """The leaves of the state that start again."""
-    outside = {"step", "ema"} | {w for w in choice.keep if any(_matches(w, path) for path in _outside(frame))}
+    others = _outside(frame)
+    outside = {word for word in choice.keep if any(_is_outside(word, path) for path in others)}
     kept, idle = chosen(choice.keep, frame.places, frame.root, frame.params_root)
     fresh = set(frame.places)
     unknown = idle - outside
@@ -186,9 +189,18 @@ def _fresh_names(frame: Frame, choice: Choice, where: object) -> set[str]:
         unknown |= none
     if unknown:
         leaves = [(word, "means nothing in this optimizer state") for word in sorted(unknown)]
-        hint = f"words that do: {known_words(frame.places)}, step, ema, or a pattern of paths"
+        hint = (
+            f"words that do: {known_words(frame.places)}, step and ema where the tree has them, or a pattern of paths"
+        )
         raise TargetError("keep= and only= name what is not there", leaves=leaves, where=where, hint=hint)
     return fresh - kept
+
+
+def _is_outside(word: str, path: KeyPath) -> bool:
+    """Whether a word of `keep` means a leaf that is no optimizer's: the step, an average, or a path."""
+    if word == "ema" and any(segment in EMA_NAMES for segment in path):
+        return True
+    return _matches(word, strip_value(path))
 
 
 def _outside(frame: Frame) -> list[KeyPath]:
@@ -265,8 +277,7 @@ def _fill_other(
     """The step, averages of the params, and whatever else the target has."""
     path = text_path(strip_value(leaf.path))
     is_step, is_ema = path[-1:] == ("step",), any(segment in EMA_NAMES for segment in path)
-    is_kept = choice.only is not None or any(_matches(word, leaf.path) for word in choice.keep)
-    is_kept = is_kept or (is_step and "step" in choice.keep) or (is_ema and "ema" in choice.keep)
+    is_kept = choice.only is not None or any(_is_outside(word, leaf.path) for word in choice.keep)
     if is_step and not is_kept:
         reset.own[name] = _zero(leaf)
         return
