@@ -6,8 +6,11 @@ if TYPE_CHECKING:
     from orbaxkit._apply import apply
     from orbaxkit._checkpoint import Checkpoint
     from orbaxkit._checkpoint import open_checkpoint as open
+    from orbaxkit._convert import convert
+    from orbaxkit._diff import diff
     from orbaxkit._optimizer import migrate_opt_state, rebuild_opt_state, reset_optimizer
     from orbaxkit._restore import restore, restore_params
+    from orbaxkit._verify import verify
     from orbaxkit.errors import (
         CheckpointError,
         CheckpointWarning,
@@ -56,6 +59,8 @@ __all__ = [
     "cast",
     "chain",
     "concat",
+    "convert",
+    "diff",
     "drop",
     "fill",
     "merge_lora",
@@ -74,14 +79,18 @@ __all__ = [
     "transpose",
     "unreplicate",
     "unstack",
+    "verify",
 ]
 
 # Where public names live when it is not `transforms`; they load on first use, so that importing orbaxkit costs nothing.
 _HOMES = {
     "_apply": ("apply",),
     "_checkpoint": ("Checkpoint", "open"),
+    "_convert": ("convert",),
+    "_diff": ("diff",),
     "_optimizer": ("migrate_opt_state", "rebuild_opt_state", "reset_optimizer"),
     "_restore": ("restore", "restore_params"),
+    "_verify": ("verify",),
     "errors": (
         "CheckpointError",
         "CheckpointWarning",

@@ -13,6 +13,7 @@ from orbaxkit._describe import Description, describe
 from orbaxkit.errors import CheckpointError, CheckpointWarning, shorten
 from orbaxkit.formats import Pending, Source, Value
 from orbaxkit.formats.detect import Layout, load, locate
+from orbaxkit.formats.items import Stored, stored
 from orbaxkit.paths import KeyPath, format_path
 from orbaxkit.specs import LeafSpec, Specs
 
@@ -138,13 +139,16 @@ class Checkpoint:
         unfinished = () if self.is_finished else (_UNFINISHED,)
         return (*unfinished, *self.layout.notes, *self.source.warnings, *self.source.notes)
 
-    def describe(self) -> Description:
-        """What was recognised in the tree: scanned subtrees and their axes, optimizer states, notes. Prints well.
+    def describe(self, *, values: bool = False) -> Description:
+        """What was recognised in the tree: scanned subtrees, optimizer states, frozen params, averages. Prints well.
+
+        Of all arrays, only the counts of optimizers are read, one number each. `values` also reads every moment, block
+        by block, and reports those that are not finite, or still zero after many steps.
 
         >>> print(ok.open("runs/pi0").describe())  # doctest: +SKIP
         scanned    params/Transformer/encoderblock: axis 0 (27 layers)
         """
-        return describe(self.specs, self.notes)
+        return describe(self.specs, self.notes, self.source, values=values)
 
     def __str__(self) -> str:
         from orbaxkit.display.table import render
@@ -204,6 +208,11 @@ class JoinedSource:
         """The value of a scalar or a string."""
         source, inner = self.where[name]
         return source.value(inner)
+
+    def stored(self, name: str) -> Stored | None:
+        """Where an array's stored values lie, if its source has a store."""
+        source, inner = self.where[name]
+        return stored(source, inner)
 
     def problems(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """What is wrong with leaves, under their joined names."""

@@ -128,6 +128,17 @@ def children_of(node: Any) -> tuple[dict[str, Any], Any]:
     return {str(_segment(keys[0])): child for keys, child in pairs if keys}, treedef
 
 
+def empty_nodes(tree: Any) -> list[tuple[KeyPath, Any]]:
+    """The nodes that hold no leaf: None, and empty containers."""
+    import jax
+
+    def is_empty(node: Any) -> bool:
+        return node is None or (not jax.tree_util.all_leaves([node]) and not children_of(node)[0])
+
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_empty)[0]
+    return [(tuple(_segment(key) for key in keys), node) for keys, node in pairs if is_empty(node)]
+
+
 def spec_of(value: Any) -> LeafSpec | None:
     """What a leaf in memory is; None where it is nothing that a checkpoint can hold."""
     if isinstance(value, str):

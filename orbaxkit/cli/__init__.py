@@ -15,9 +15,14 @@ import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import Any
 
 VERBS = {
     "inspect": "show what a checkpoint holds, from its metadata alone",
+    "diff": "compare two checkpoints: structure, shapes, dtypes, and if asked every value",
+    "convert": "write what transforms make of a checkpoint as a new one, in bounded memory",
+    "reset-optimizer": "write a checkpoint with its optimizer started again",
+    "verify": "read all of a checkpoint and say what is missing, cut short or cannot be decoded",
     "tour": "see the main jobs at work, on a small checkpoint made on the spot or on yours",
 }
 
@@ -30,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser(argv)
     try:
         args = parser.parse_args(argv)
-        code = import_module(f"orbaxkit.cli.{args.verb}").run(args)
+        code = _module(args.verb).run(args)
         sys.stdout.flush()
     except BrokenPipeError:
         _close_stdout()
@@ -40,6 +45,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except Exception as error:
         return _fail(error)
     return int(code)
+
+
+def _module(verb: str) -> Any:
+    return import_module(f"orbaxkit.cli.{verb.replace('-', '_')}")
 
 
 def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
@@ -55,7 +64,7 @@ def _parser(argv: Sequence[str]) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         if verb == asked:
-            import_module(f"orbaxkit.cli.{verb}").add_arguments(sub)
+            _module(verb).add_arguments(sub)
     return parser
 
 

@@ -15,6 +15,9 @@ from orbaxkit.planning.nodes import Expr, Fill
 from orbaxkit.planning.regions import Spans
 from orbaxkit.specs import LeafSpec
 
+# Makes an uninitialised C-ordered array of a shape and dtype.
+Allocate = Callable[[tuple[int, ...], np.dtype], np.ndarray]
+
 
 @dataclass
 class _Part:
@@ -24,13 +27,14 @@ class _Part:
     dtype: np.dtype
     missing: int
     done: Callable[[np.ndarray], Any]
+    allocate: Allocate
     _host: np.ndarray | None = None
 
     @property
     def host(self) -> np.ndarray:
         """The buffer, made when the first piece arrives."""
         if self._host is None:
-            self._host = aligned_empty(self.shape, self.dtype)
+            self._host = self.allocate(self.shape, self.dtype)
         return self._host
 
     def arrived(self) -> None:
@@ -74,12 +78,13 @@ class Gather:
     """Collects what is wanted from sources, then reads each needed chunk once, with a bound on what is in flight."""
 
     source: Source
+    allocate: Allocate = aligned_empty
     _tasks: dict[Expr, list[_Task]] = field(default_factory=dict)
 
     def want(self, expr: Expr, part: Spans, done: Callable[[np.ndarray], Any]) -> None:
         """Ask for a part of a gathered output; `done(host)` runs when it is there."""
         found = list(pieces(expr, part))
-        waiting = _Part(lengths(part) + expr.element.words, expr.dtype, len(found), done)
+        waiting = _Part(lengths(part) + expr.element.words, expr.dtype, len(found), done, self.allocate)
         if not found:
             waiting.missing = 1
             waiting.arrived()
@@ -103,7 +108,7 @@ class Gather:
         for leaf, tasks in self._tasks.items():
             source = _source_of(leaf, self.source)
             for together in _sharing_chunks(tasks, source.specs[leaf.name]):
-                _read(reads, source, leaf.name, together)
+                _read(reads, source, leaf.name, together, self.allocate)
         reads.finish()
         self._tasks.clear()
 
@@ -112,14 +117,14 @@ def _source_of(leaf: Expr, source: Source) -> Source:
     return source if leaf.source is None else leaf.source.source
 
 
-def _read(reads: BoundedReads, source: Source, name: str, tasks: list[_Task]) -> None:
+def _read(reads: BoundedReads, source: Source, name: str, tasks: list[_Task], allocate: Allocate) -> None:
     """Read one piece to its place, or the box around several once, and share it out."""
     box = _box([task.stored for task in tasks])
     direct = tasks[0].direct() if len(tasks) == 1 else None
     if direct is not None:
         reads.start(source, name, slices(box), direct, lambda _: tasks[0].part.arrived())
         return
-    out = aligned_empty(lengths(box), tasks[0].piece.leaf.dtype)
+    out = allocate(lengths(box), tasks[0].piece.leaf.dtype)
 
     def share(data: np.ndarray) -> None:
         for task in tasks:

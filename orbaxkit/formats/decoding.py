@@ -6,8 +6,9 @@ and regions with missing values, go through TensorStore (`arrays`); both give th
 
 import itertools
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any
@@ -77,7 +78,7 @@ class _Job:
         try:
             with self.store.open(self.value) as file:
                 self._read(_Extent(file, self.value.offset, self.value.length))
-        except (_Undecodable, EOFError, MemoryError) as error:
+        except (Undecodable, EOFError, MemoryError) as error:
             key = self.array.key(self.position)
             problem = f"chunk {key}{f' in {self.value.file}' if self.value.file else ''}: {error}"
             raise CheckpointError(
@@ -97,7 +98,7 @@ class _Job:
                     tuple(at - span.start for at, span in zip(chunk, inside, strict=True))
                 ].tolist()
                 if offset == _NO_CHUNK:
-                    raise _Undecodable("it is missing in its shard")
+                    raise Undecodable("it is missing in its shard")
                 self._decode(extent.part(offset, length), chunk)
 
     def _decode(self, extent: "_Extent", chunk: Position) -> None:
@@ -114,11 +115,70 @@ class _Job:
         place[...] = part_of(buffer, _moved(common, [low for low, _ in bounds]))
 
 
+class ValueReader:
+    """One stored value, decoded from front to back as far as it is asked for."""
+
+    def __init__(self, open_value: Callable[[Value], AbstractContextManager[Any]], value: Value, codec: str | None):
+        import zstandard
+
+        self.at = 0
+        self._held = ExitStack()
+        self._extent = _Extent(self._held.enter_context(open_value(value)), value.offset, value.length)
+        self._reader: Any = self._extent
+        if codec == "zstd":
+            extent: Any = self._extent
+            self._reader = zstandard.ZstdDecompressor().stream_reader(
+                extent, read_size=_READ_BYTES, read_across_frames=True
+            )
+
+    def read_at(self, start: int, view: memoryview) -> None:
+        """Fill `view` with the decoded bytes from `start` on, which is not before what was read last."""
+        if self._reader is self._extent:
+            self._extent.skip(start - self.at)
+            self.at = start
+        else:
+            scratch = memoryview(bytearray(min(_READ_BYTES, start - self.at)))
+            while self.at < start:
+                self._read(scratch[: start - self.at])
+        self._read(view)
+
+    def _read(self, view: memoryview) -> None:
+        filled = _decoded(self._reader, view)
+        self.at += filled
+        if filled != len(view):
+            raise Undecodable(f"decodes to {self.at:,} bytes, fewer than its shape")
+
+    def close(self, is_whole: bool = False) -> None:
+        """Let the file go; once the whole value was read, nothing may be left of it."""
+        is_more = is_whole and bool(_more(self._reader))
+        self._held.close()
+        if is_more:
+            raise Undecodable("decodes to more than its shape")
+
+
+def _decoded(reader: Any, view: memoryview) -> int:
+    import zstandard
+
+    try:
+        return _read_into(reader, view)
+    except zstandard.ZstdError as error:
+        raise Undecodable(f"not zstd, or damaged: {error}") from None
+
+
+def _more(reader: Any) -> bytes:
+    import zstandard
+
+    try:
+        return reader.read(1)
+    except zstandard.ZstdError as error:
+        raise Undecodable(f"not zstd, or damaged: {error}") from None
+
+
 def _moved(spans: Iterable[tuple[int, int]], origin: Iterable[int]) -> list[tuple[int, int]]:
     return [(a - low, b - low) for (a, b), low in zip(spans, origin, strict=True)]
 
 
-class _Undecodable(Exception):
+class Undecodable(Exception):
     """Why a stored value cannot be decoded."""
 
 
@@ -140,10 +200,14 @@ class _Extent:
         self._at += len(data)
         return data
 
+    def skip(self, count: int) -> None:
+        """Leave bytes out."""
+        self._at += count
+
     def part(self, offset: int, length: int) -> "_Extent":
         """Part of this part."""
         if offset + length > self.length:
-            raise _Undecodable("its shard names bytes past its end")
+            raise Undecodable("its shard names bytes past its end")
         return _Extent(self.file, self.start + offset, length)
 
 
@@ -161,13 +225,10 @@ def _fill(place: np.ndarray, extent: _Extent, codec: str | None) -> None:
     reader: Any = extent
     if codec == "zstd":
         reader = zstandard.ZstdDecompressor().stream_reader(reader, read_size=_READ_BYTES, read_across_frames=True)
-    try:
-        filled = _read_into(reader, view)
-        is_more = bool(reader.read(1))
-    except zstandard.ZstdError as error:
-        raise _Undecodable(f"not zstd, or damaged: {error}") from None
+    filled = _decoded(reader, view)
+    is_more = bool(_more(reader))
     if filled != len(view) or is_more:
-        raise _Undecodable(
+        raise Undecodable(
             f"decodes to {'more' if is_more else f'{filled:,} bytes, fewer'} than its {len(view):,} bytes"
         )
 
@@ -192,13 +253,13 @@ def _shard_index(extent: _Extent, per_shard: Position) -> np.ndarray:
     count = int(np.prod(per_shard, dtype=np.int64))
     size = 16 * count + 4
     if size > extent.length:
-        raise _Undecodable("its shard is cut short")
+        raise Undecodable("its shard is cut short")
     tail = extent.part(extent.length - size, size)
     data = bytearray()
     while len(data) < size:
         data += tail.read(size - len(data))
     if crc32c(bytes(data[:-4])) != int.from_bytes(data[-4:], "little"):
-        raise _Undecodable("the index of its shard is damaged (CRC-32C)")
+        raise Undecodable("the index of its shard is damaged (CRC-32C)")
     return np.frombuffer(bytes(data[:-4]), "<u8").reshape(*per_shard, 2)
 
 

@@ -1,6 +1,7 @@
 """An opened item: its leaves resolved to arrays in a store, values in a msgpack file, strings, or nothing at all."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -8,12 +9,13 @@ from typing import Any
 import numpy as np
 
 from orbaxkit.errors import CheckpointError
-from orbaxkit.formats import Done, Pending, Value
+from orbaxkit.formats import Done, Pending, Source, Value
 from orbaxkit.formats.arrays import Reader
 from orbaxkit.formats.decoding import Decoder
 from orbaxkit.formats.eras import fills_missing_chunks
 from orbaxkit.formats.files import Folder
 from orbaxkit.formats.msgpack import Node, StoredArray, read_into
+from orbaxkit.formats.ocdbt import Value as StoredValue
 from orbaxkit.formats.stores import ArrayStore
 from orbaxkit.formats.values import scalar_value
 from orbaxkit.formats.zarr import ZarrArray, missing_key
@@ -30,6 +32,16 @@ class Place:
     text: str | None = None
     inline: Node = None
     problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """An array as it lies in its store: what it is, where each stored value lies, and how to get at the bytes."""
+
+    array: ZarrArray
+    values: Mapping[str, StoredValue]
+    open: Callable[[StoredValue], AbstractContextManager[Any]]
+    where: Callable[[str], str]  # the full path of a value's file
 
 
 @dataclass(frozen=True)
@@ -88,6 +100,13 @@ class ItemSource:
         self.read(name, (), out).result()
         return scalar_value(out)
 
+    def stored(self, name: str) -> Stored | None:
+        """Where an array's stored values lie; None for leaves that are not in the store."""
+        place = self.places[name]
+        if place.array is None or self.store is None or place.inline is not None:
+            return None
+        return Stored(place.array, self.store.values(place.name), self.store.open, self.store.folder.where)
+
     def problems(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """Missing metadata, missing chunks, data files that are missing or too short."""
         found = ((name, self._problem(name)) for name in names)
@@ -118,3 +137,9 @@ class ItemSource:
 
     def _has_fill(self, array: ZarrArray) -> bool:
         return fills_missing_chunks(array, self.settings)
+
+
+def stored(source: Source, name: str) -> Stored | None:
+    """Where a leaf's stored values lie; None where the source keeps it in some other way."""
+    find = getattr(source, "stored", None)
+    return None if find is None else find(name)

@@ -19,6 +19,10 @@ _WALK_DEPTH = 12
 class ArrayStore(Protocol):
     """The arrays of one item by their stored names."""
 
+    @property
+    def folder(self) -> Folder:
+        """The folder that the files of stored values are relative to."""
+
     def names(self) -> list[str]:
         """The names of all arrays."""
 

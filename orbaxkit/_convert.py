@@ -1,0 +1,155 @@
+"""Convert: any source to any format on disk, in bounded memory."""
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal
+
+from orbaxkit.errors import OrbaxkitError
+from orbaxkit.execute.streaming import Progress, stream
+from orbaxkit.formats import Source
+from orbaxkit.formats.sinks import Sink
+from orbaxkit.planning import Plan, Transform, make_plan
+from orbaxkit.planning.nodes import Read
+
+Format = Literal["orbax", "safetensors"]
+FORMATS = ("orbax", "safetensors")
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
+
+
+def convert(
+    source: Any,
+    destination: str | os.PathLike[str],
+    *transforms: Transform,
+    format: Format | None = None,
+    memory_limit: int | str | None = None,
+    progress: Progress | None = None,
+    overwrite: bool = False,
+    as_step: int | None = None,
+    max_shard_size: int | str = "5GB",
+    item: str | None = None,
+    step: int | None = None,
+) -> Path:
+    """Write a checkpoint, or a tree in memory, as a new checkpoint: what `transforms` make of it, in bounded memory.
+
+    Stored bytes are copied as they are where neither the values nor their chunks change. The destination appears whole
+    or not at all, and the source is never modified.
+
+    Args:
+        source: a path, an opened checkpoint, a `CheckpointManager`, or a tree of arrays (params, a TrainState, …).
+        format: "orbax", or "safetensors" (the default where the destination ends in `.safetensors`).
+        memory_limit: bytes of arrays to hold at most, `"2GB"` too; by default 256 MB, or what the largest leaf needs.
+        progress: called with the bytes done and the bytes in all.
+        overwrite: replaces what stands at the destination, once the new one is whole.
+        as_step: writes the step N of an Orbax run at the destination, as `N/default`.
+        max_shard_size: the size at which safetensors files are split.
+
+    Returns:
+        The path that was written.
+
+    Raises:
+        CheckpointError: the source is damaged; the destination stands, has no room, or cannot hold a leaf.
+        TransformError: a rule cannot be applied to these leaves.
+        OrbaxkitError: a leaf needs more memory than the limit.
+
+    >>> ok.convert("runs/pi0", "params", ok.select("params/**"))  # doctest: +SKIP
+    """
+    _, held, where = open_source(source, step, item)
+    plan = make_plan(held.specs, *transforms)
+    _refuse_overlap(where, destination)
+    sink = make_sink(destination, held, plan, format, overwrite, as_step, size_of(max_shard_size, "max_shard_size"))
+    limit = None if memory_limit is None else size_of(memory_limit, "memory_limit")
+    try:
+        stream(plan, held, sink, memory_limit=limit, progress=progress, tied=ties(plan, held))
+        return sink.close()
+    except BaseException:
+        sink.abort()
+        raise
+
+
+def open_source(source: Any, step: int | None = None, item: str | None = None) -> tuple[Any, Source, str | None]:
+    """A path or a tree, opened: what was opened, where its values come from, and its path if it has one."""
+    from orbaxkit._checkpoint import Checkpoint, open_checkpoint
+
+    is_path = isinstance(source, (str, os.PathLike, Checkpoint))
+    if is_path or (hasattr(source, "directory") and hasattr(source, "latest_step")):
+        ckpt = open_checkpoint(source, step=step, item=item)
+        return ckpt, ckpt.source, ckpt.path
+    if step is not None or item is not None:
+        raise OrbaxkitError("step= and item= choose from a checkpoint; this is a tree in memory")
+    from orbaxkit.execute.memory import memory_source
+
+    held = memory_source(source)
+    return held, held, None
+
+
+def make_sink(
+    destination: str | os.PathLike[str],
+    source: Source,
+    plan: Plan,
+    format: str | None,
+    overwrite: bool,
+    as_step: int | None,
+    max_shard_bytes: int,
+) -> Sink:
+    """The sink of a format, stored as the source is where the format has a choice."""
+    chosen = format or format_of(destination)
+    if chosen not in FORMATS:
+        raise OrbaxkitError(f"there is no format {chosen!r}", hint=f"one of {', '.join(FORMATS)}")
+    if chosen == "safetensors":
+        if as_step is not None:
+            raise OrbaxkitError("safetensors files have no steps", hint='leave as_step out, or format="orbax"')
+        from orbaxkit.formats.safetensors_sink import SafetensorsSink
+
+        return SafetensorsSink(destination, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
+    from orbaxkit.formats.orbax_sink import OrbaxSink, settings_of
+
+    return OrbaxSink(destination, settings_of(source), as_step=as_step, overwrite=overwrite)
+
+
+def format_of(destination: str | os.PathLike[str]) -> str:
+    """What a destination's name asks for."""
+    return "safetensors" if os.fspath(destination).rstrip("/").endswith(".safetensors") else "orbax"
+
+
+def ties(plan: Plan, source: Source) -> dict[str, str]:
+    """Outputs that are the very array of an earlier one."""
+    same: Mapping[str, str] = getattr(source, "tied", {})
+    first: dict[str, str] = {}
+    out = {}
+    for name, output in plan.outputs.items():
+        expr = output.expr
+        if isinstance(expr, Read) and expr.source is None and expr.shape:
+            origin = first.setdefault(same.get(expr.name, expr.name), name)
+            if origin != name:
+                out[name] = origin
+    return out
+
+
+def size_of(value: int | str, what: str) -> int:
+    """Bytes: a number, or text like `5GB` (decimal) and `512MiB`."""
+    if isinstance(value, int):
+        if value > 0:
+            return value
+        raise OrbaxkitError(f"{what} is {value}, and must be at least one byte")
+    found = _SIZE.fullmatch(value.strip())
+    size = 0 if found is None else int(float(found[1]) * (1024 if found[3] else 1000) ** _POWERS[found[2].upper()])
+    if size < 1:
+        raise OrbaxkitError(f"{what}: {value!r} is no size", hint="like 5GB, 512MiB or a number of bytes")
+    return size
+
+
+def _refuse_overlap(source: str | None, destination: str | os.PathLike[str]) -> None:
+    """Writing over the source, or over a folder that holds it, would lose it."""
+    if source is None:
+        return
+    ours, theirs = os.path.realpath(source), os.path.realpath(os.path.expanduser(os.fspath(destination)))
+    if ours == theirs or ours.startswith(theirs.rstrip("/") + "/"):
+        raise OrbaxkitError(
+            "the destination is the source, or holds it",
+            where=theirs,
+            hint="write somewhere else: nothing is changed in place",
+        )
