@@ -15,7 +15,7 @@ V1_MARKER = "orbax.checkpoint"
 # Files that Orbax writes beside items; they are neither items nor strays.
 OWN_NAMES = {STEP_METADATA, V1_MARKER, "commit_success.txt", "descriptor"}
 
-_UNFINISHED = re.compile(r"(.+?)\.orbax-checkpoint-tmp(?:-[0-9]+)?")
+_UNFINISHED = re.compile(r"(.+?)\.(?:orbax-checkpoint-tmp(?:-[0-9]+)?|orbaxkit-(?:tmp|old)-[a-z]{8})")
 _STEP = re.compile(r"(?:.*[_\-.])?([0-9]{1,18})")
 _PROBED = 64  # folders looked into before one is said to hold no arrays
 
@@ -24,6 +24,11 @@ def finished_name(name: str) -> str | None:
     """The name that an unfinished save would have got, or None for any other name."""
     found = _UNFINISHED.fullmatch(name)
     return found[1] if found else None
+
+
+def leftover_name(name: str) -> str | None:
+    """The same for what an interrupted run of orbaxkit leaves beside its destination."""
+    return finished_name(name) if ".orbaxkit-" in name else None
 
 
 def step_of(name: str) -> int | None:

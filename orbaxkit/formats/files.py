@@ -114,7 +114,7 @@ class Folder:
         """The same, or None where there is no such file."""
         path = self.where(name)
         try:
-            with _os_errors(path), _open_regular(path) as file:
+            with _os_errors(path), open_regular(path) as file:
                 data = file.read(limit + 1)
         except CheckpointError:
             if os.path.lexists(path):
@@ -131,7 +131,7 @@ class Folder:
     def open(self, name: str) -> Iterator[Any]:
         """A file opened for reading; what goes wrong inside the block is an error about this file."""
         path = self.where(name)
-        with _os_errors(path), _open_regular(path) as file:
+        with _os_errors(path), open_regular(path) as file:
             yield file
 
     def read_json(self, name: str) -> Any:
@@ -144,7 +144,7 @@ class Folder:
         return None if data is None else parse_json(data, self.where(name))
 
 
-def _open_regular(path: str) -> Any:
+def open_regular(path: str) -> Any:
     """Open without waiting for a writer: a FIFO in a checkpoint must not hang the reader."""
     number = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     mode = os.fstat(number).st_mode

@@ -1,0 +1,206 @@
+"""A destination that is whole or not there: written beside its place, brought to disk, renamed last.
+
+What an interrupted run leaves is `NAME.orbaxkit-tmp-xxxxxxxx` (unfinished) or `NAME.orbaxkit-old-xxxxxxxx` (what stood
+at the destination before); both are named by the next run and by whatever looks at the folder.
+"""
+
+import errno
+import os
+import random
+import shutil
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import IO
+
+from orbaxkit.errors import CheckpointError, CheckpointWarning, shorten
+from orbaxkit.formats.classify import enclosing_item, leftover_name
+from orbaxkit.formats.files import Folder
+
+_LETTERS = "abcdefghijklmnopqrstuvwxyz"  # no digits: a name that ends in a number could be taken for a step
+
+
+@dataclass
+class Staging:
+    """A file or folder on its way to `path`. Write to `temporary`, then `commit`, or `discard`."""
+
+    path: str
+    temporary: str
+    overwrite: bool = False
+    _made: list[str] = field(default_factory=list)  # parents that were not there
+    _aside: str | None = None
+
+    @staticmethod
+    def begin(path: str, *, needed_bytes: int, overwrite: bool = False, is_folder: bool = True) -> "Staging":
+        """Check the destination and make the temporary folder beside it (not the file, where it is one).
+
+        Raises CheckpointError: something stands there and `overwrite` is not given, the disk has too little room, or
+        the place lies inside a checkpoint.
+        """
+        path = path.rstrip("/") or "/"
+        _check_free(path, overwrite)
+        parent = os.path.dirname(path)
+        _check_room(parent, needed_bytes)
+        _name_leftovers(path)
+        staging = Staging(path, f"{path}.orbaxkit-tmp-{_token()}", overwrite)
+        with writing(path):
+            staging._make_parents(parent)
+            if is_folder:
+                os.mkdir(staging.temporary)
+        return staging
+
+    def _make_parents(self, parent: str) -> None:
+        missing = []
+        while not os.path.isdir(parent):
+            missing.append(parent)
+            parent = os.path.dirname(parent)
+        for folder in reversed(missing):
+            os.mkdir(folder)
+            self._made.append(folder)
+
+    def commit(self) -> Path:
+        """Bring all folders to disk and put the checkpoint in its place; then what stood there goes."""
+        with writing(self.path):
+            if os.path.isdir(self.temporary):
+                sync_folders(self.temporary)
+            _check_free(self.path, self.overwrite)
+            try:
+                if os.path.lexists(self.path):
+                    aside = f"{self.path}.orbaxkit-old-{_token()}"
+                    os.rename(self.path, aside)
+                    self._aside = aside
+                os.rename(self.temporary, self.path)
+            except BaseException:
+                self._put_back()
+                raise
+            for folder in (os.path.dirname(self.path), *(os.path.dirname(made) for made in reversed(self._made))):
+                sync_folder(folder)
+        self._made.clear()
+        if self._aside is not None:
+            _remove(self._aside)
+        return Path(self.path)
+
+    def _put_back(self) -> None:
+        if self._aside is not None and not os.path.lexists(self.path):
+            os.rename(self._aside, self.path)
+            self._aside = None
+
+    def discard(self) -> None:
+        """Remove what was written, and folders that were made for it."""
+        with suppress(OSError):
+            self._put_back()
+        if os.path.lexists(self.temporary):
+            _remove(self.temporary)
+        for folder in reversed(self._made):
+            with suppress(OSError):  # something else may lie there by now
+                os.rmdir(folder)
+        self._made.clear()
+
+
+def leftovers(path: str) -> list[str]:
+    """What interrupted runs left beside a destination, or what is being written there now."""
+    folder, name = os.path.split(path.rstrip("/"))
+    try:
+        return sorted(f"{folder}/{found}" for found in os.listdir(folder) if leftover_name(found) == name)
+    except OSError:
+        return []
+
+
+def _name_leftovers(path: str) -> None:
+    found = leftovers(path)
+    if not found:
+        return
+    old = [name for name in found if ".orbaxkit-old-" in name]
+    hint = f"; {old[0]} is what stood at the destination before: rename it back if you need it" if old else ""
+    warnings.warn(
+        f"an interrupted run left {', '.join(shorten(found))} (remove it, unless it is being written now){hint}",
+        CheckpointWarning,
+        stacklevel=4,
+    )
+
+
+def _token() -> str:
+    return "".join(random.SystemRandom().choices(_LETTERS, k=8))
+
+
+def _check_free(path: str, overwrite: bool) -> None:
+    """Refuse a destination that stands; an empty folder is as good as none."""
+    outer = enclosing_item(Folder(path))
+    if outer is not None:
+        raise CheckpointError("the destination lies inside a checkpoint", where=path, hint=f"not in {outer.path}")
+    if not os.path.lexists(path) or overwrite:
+        return
+    if os.path.isdir(path) and not os.path.islink(path) and not os.listdir(path):
+        return
+    raise CheckpointError(
+        "the destination exists",
+        where=path,
+        hint="choose another, or overwrite it: overwrite=True, --overwrite",
+    )
+
+
+def _check_room(folder: str, needed: int) -> None:
+    while not os.path.isdir(folder):
+        folder = os.path.dirname(folder)
+    free = shutil.disk_usage(folder).free
+    if needed > free:
+        raise CheckpointError(f"{needed:,} bytes are to be written, {free:,} bytes of disk are free", where=folder)
+
+
+def _remove(path: str) -> None:
+    try:
+        if os.path.isdir(path) and not os.path.islink(path):
+            shutil.rmtree(path)
+        else:
+            os.unlink(path)
+    except OSError as error:
+        warnings.warn(f"{path} could not be removed: {error.strerror}", CheckpointWarning, stacklevel=3)
+
+
+@contextmanager
+def writing(path: str) -> Iterator[None]:
+    """What the system refuses inside becomes one clear error about the destination."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            raise CheckpointError("the disk is full", where=path, hint="what was written is removed") from None
+        reason = error.strerror or str(error)
+        raise CheckpointError(f"it cannot be written: {reason}", where=path) from None
+
+
+def write_all(file: IO[bytes], data: bytes | memoryview) -> None:
+    """Write to an unbuffered file; the system may take less than all at once."""
+    view = memoryview(data).cast("B")
+    while len(view):
+        view = view[file.write(view) :]
+
+
+def write_file(path: str, data: bytes) -> None:
+    """A small file, whole and on disk."""
+    with open(path, "xb") as file:
+        file.write(data)
+        sync(file)
+
+
+def sync(file: IO[bytes]) -> None:
+    """Bring a file to disk."""
+    file.flush()
+    os.fsync(file.fileno())
+
+
+def sync_folder(path: str) -> None:
+    """Bring the names in a folder to disk."""
+    number = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(number)
+    finally:
+        os.close(number)
+
+
+def sync_folders(path: str) -> None:
+    """The names in a folder and in all below it."""
+    for folder, _, _ in os.walk(path, topdown=False):
+        sync_folder(folder)
