@@ -26,13 +26,13 @@ from orbaxkit.formats.files import Folder, check_not_lfs
 from orbaxkit.formats.keys import open_random_key
 from orbaxkit.formats.ocdbt import MANIFEST
 from orbaxkit.formats.orbax import open_item
+from orbaxkit.formats.safetensors import SUFFIX, is_safetensors, open_safetensors
 from orbaxkit.formats.sidecars import ARRAY_METADATAS, is_process_file
 
 DEFAULT_ITEM = "default"
 _ITEM_FILES = {*OWN_NAMES, "checkpoint", MANIFEST}
 _LOOKED_FOR = "no _METADATA, no checkpoint file, no manifest.ocdbt, no array folders and no steps are here"
 _FOREIGN = {
-    ".safetensors": "a safetensors file",
     ".index": "a TensorFlow checkpoint",
     ".pt": "a PyTorch file",
     ".pth": "a PyTorch file",
@@ -115,6 +115,8 @@ def _locate_file(folder: Folder, name: str) -> Layout:
     inside = enclosing_item(Folder(path))
     if inside is not None:
         raise _inside(path, inside)
+    if name.endswith(SUFFIX):
+        return Layout(path, "safetensors", {DEFAULT_ITEM: path})
     foreign = _FOREIGN.get(os.path.splitext(name)[1])
     if foreign:
         raise CheckpointError(f"{name} is {foreign}, not an Orbax checkpoint", where=path)
@@ -145,6 +147,8 @@ def _locate_folder(folder: Folder, step: int | None) -> Layout:
     steps = [] if _is_marked_step(folder, names) else _steps(folder, names)
     if steps:
         return _root_layout(folder, names, steps, step)
+    if is_safetensors(names) and not _is_marked_step(folder, names):
+        return _check_step(Layout(folder.path, "safetensors", {DEFAULT_ITEM: folder.path}), step)
     if is_step(folder, names):
         return _check_step(_step_layout(folder, names), step)
     raise _no_checkpoint(folder, names)
@@ -305,6 +309,8 @@ def _paused_collection() -> Iterator[None]:
 
 
 def _load(path: str, item: str) -> Source:
+    if path.endswith(SUFFIX) and not os.path.isdir(path):
+        return open_safetensors(path)
     if not os.path.isdir(path):
         file = Folder(os.path.dirname(path)), os.path.basename(path)
         return (
@@ -312,6 +318,8 @@ def _load(path: str, item: str) -> Source:
         )
     folder = Folder(path)
     names = folder.names()
+    if is_safetensors(names) and not is_tree(folder, names):
+        return open_safetensors(path)
     if is_array_metadatas(names):
         inside = folder.folder(ARRAY_METADATAS) if ARRAY_METADATAS in names else folder
         return array_metadatas.open_files(inside, list(inside.names()))
