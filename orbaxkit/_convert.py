@@ -16,6 +16,9 @@ from orbaxkit.planning.nodes import Read
 Format = Literal["orbax", "safetensors"]
 FORMATS = ("orbax", "safetensors")
 
+# A part of a leaf that is given to a sink at once.
+_PART_BYTES = 16 << 20
+
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _POWERS = {"": 0, "K": 1, "M": 2, "G": 3, "T": 4}
 
@@ -41,7 +44,7 @@ def convert(
     Args:
         source: a path, an opened checkpoint, a `CheckpointManager`, or a tree of arrays (params, a TrainState, …).
         format: "orbax", or "safetensors" (the default where the destination ends in `.safetensors`).
-        memory_limit: bytes of arrays to hold at most, `"2GB"` too; by default 256 MB, or what the largest leaf needs.
+        memory_limit: bytes of arrays to hold at most, `"2GB"` too; by default 100 MB, or what the largest leaf needs.
         progress: called with the bytes done and the bytes in all.
         overwrite: replaces what stands at the destination, once the new one is whole.
         as_step: writes the step N of an Orbax run at the destination, as `N/default`.
@@ -60,8 +63,10 @@ def convert(
     _, held, where = open_source(source, step, item)
     plan = make_plan(held.specs, *transforms)
     _refuse_overlap(where, destination)
-    sink = make_sink(destination, held, plan, format, overwrite, as_step, size_of(max_shard_size, "max_shard_size"))
     limit = None if memory_limit is None else size_of(memory_limit, "memory_limit")
+    part_bytes = _PART_BYTES if limit is None else max(1, min(_PART_BYTES, limit // 8))
+    shard_bytes = size_of(max_shard_size, "max_shard_size")
+    sink = make_sink(destination, held, format, overwrite, as_step, shard_bytes, part_bytes)
     try:
         stream(plan, held, sink, memory_limit=limit, progress=progress, tied=ties(plan, held))
         return sink.close()
@@ -89,13 +94,15 @@ def open_source(source: Any, step: int | None = None, item: str | None = None) -
 def make_sink(
     destination: str | os.PathLike[str],
     source: Source,
-    plan: Plan,
     format: str | None,
     overwrite: bool,
     as_step: int | None,
     max_shard_bytes: int,
+    part_bytes: int,
 ) -> Sink:
     """The sink of a format, stored as the source is where the format has a choice."""
+    from orbaxkit.formats.orbax_sink import OrbaxSink, settings_of
+
     chosen = format or format_of(destination)
     if chosen not in FORMATS:
         raise OrbaxkitError(f"there is no format {chosen!r}", hint=f"one of {', '.join(FORMATS)}")
@@ -104,10 +111,10 @@ def make_sink(
             raise OrbaxkitError("safetensors files have no steps", hint='leave as_step out, or format="orbax"')
         from orbaxkit.formats.safetensors_sink import SafetensorsSink
 
-        return SafetensorsSink(destination, max_shard_bytes=max_shard_bytes, overwrite=overwrite)
-    from orbaxkit.formats.orbax_sink import OrbaxSink, settings_of
-
-    return OrbaxSink(destination, settings_of(source), as_step=as_step, overwrite=overwrite)
+        return SafetensorsSink(
+            destination, max_shard_bytes, overwrite, settings=settings_of(source), part_bytes=part_bytes
+        )
+    return OrbaxSink(destination, settings_of(source), as_step, overwrite, part_bytes)
 
 
 def format_of(destination: str | os.PathLike[str]) -> str:

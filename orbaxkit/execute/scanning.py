@@ -50,7 +50,7 @@ def jobs_of(
 
 def groups(windows: Sequence[Window]) -> Iterator[list[Window]]:
     """Windows of one job that are made at once: all of several small outputs, else one at a time."""
-    if len({window.name for window in windows}) > 1:
+    if len({window.name for window in windows}) > 1 and not any(window.is_alone for window in windows):
         yield list(windows)
         return
     for window in windows:

@@ -21,7 +21,7 @@ from orbaxkit.planning.nodes import Affine, Cast, Constant, Fill, MergeLora, Rea
 from orbaxkit.specs import LeafSpec, Specs
 
 # What is made at the same time where nothing else was asked for.
-DEFAULT_BYTES = 256 << 20
+DEFAULT_BYTES = 96 << 20
 WORKERS = 2
 
 Progress = Callable[[int, int], object]
@@ -80,7 +80,7 @@ def stream(
 ) -> None:
     """Write every output of a plan to a sink that is not begun yet. The caller closes it, or aborts it on an error.
 
-    At most `memory_limit` bytes of arrays are held at a time; without it, about 256 MB, or what one leaf needs.
+    At most `memory_limit` bytes of arrays are held at a time; without it, about 100 MB, or what one leaf needs.
 
     Raises:
         CheckpointError: data is missing or damaged; the destination stands, has no room or cannot hold a leaf.
@@ -268,7 +268,7 @@ def _batches(windows: Iterator[Window], most: int) -> Iterator[list[Window]]:
     batch: list[Window] = []
     cost = 0
     for window in windows:
-        if batch and cost + window.cost > most:
+        if batch and (cost + window.cost > most or window.is_alone or batch[-1].is_alone):
             yield batch
             batch, cost = [], 0
         batch.append(window)

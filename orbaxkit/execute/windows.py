@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import numpy as np
@@ -11,18 +11,19 @@ from orbaxkit.execute.gather import Allocate, Gather
 from orbaxkit.execute.pieces import full, is_gathered, lengths
 from orbaxkit.execute.reading import ALIGNMENT, aligned_empty
 from orbaxkit.execute.restricting import gathered_parts, restrict
-from orbaxkit.execute.sequential import find_run
+from orbaxkit.execute.sequential import LARGE_BYTES, find_run
 from orbaxkit.formats import Source, part_of
 from orbaxkit.formats.items import stored
 from orbaxkit.planning import Expr, fold
 from orbaxkit.planning.host import step as host_step
-from orbaxkit.planning.nodes import Read
+from orbaxkit.planning.nodes import Affine, Cast, Index, Read, Slice
 from orbaxkit.planning.regions import Spans, needed
 from orbaxkit.specs import LeafSpec
 
 # Values decoded at the same time, each of which may need a buffer of its own.
 DECODED_AT_ONCE = 4
 _SLAB_BYTES = 16 << 20
+_IN_ORDER_BYTES = 32 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,7 @@ class Window:
     box: Spans
     parts: tuple[Spans, ...]
     cost: int
+    is_alone: bool = False  # made by itself, so that a large stored value can be decoded in order
 
     def views(self, array: np.ndarray) -> Iterator[tuple[Spans, np.ndarray]]:
         """Each part and its data, a view of the box's."""
@@ -96,13 +98,14 @@ def windows_of(name: str, expr: Expr, parts: Iterable[Spans], source: Source, mo
     if not pending:
         return
     whole = _window(name, expr, pending, source)
-    limit = most if most is not None else _SLAB_BYTES * 4 if is_sequential(expr, source) else whole.cost
+    in_order = is_sequential(expr, source)
+    limit = most if most is not None else _IN_ORDER_BYTES if in_order else whole.cost
     if whole.cost <= limit:
-        yield whole
+        yield replace(whole, is_alone=in_order)
         return
     while pending:
         window, count = _largest(name, expr, pending, source, limit)
-        yield window
+        yield replace(window, is_alone=in_order)
         del pending[:count]
 
 
@@ -184,11 +187,13 @@ def _decoding_bytes(source: Source, name: str, spec: LeafSpec, spans: Spans) -> 
 def is_sequential(expr: Expr, source: Source) -> bool:
     """Whether parts of a leaf can be read in order out of large stored values without decoding anything twice."""
     while not isinstance(expr, Read):
-        if len(expr.children) != 1 or type(expr).__name__ not in ("Cast", "Affine"):
+        if type(expr) not in (Cast, Affine) and not (type(expr) in (Index, Slice) and expr.axis == 0):
             return False
         expr = expr.children[0]
     found = stored(source, expr.name) if expr.source is None else None
     if found is None or found.array.shard_shape is not None or found.array.codec is None:
+        return False
+    if found.array.value_bytes < LARGE_BYTES:
         return False
     return all(size <= step for size, step in zip(found.array.shape[1:], found.array.value_shape[1:], strict=True))
 
