@@ -71,6 +71,8 @@ class OcdbtWriter:
     """
 
     path: str
+    node_bytes: int = _NODE_BYTES
+    node_children: int = _NODE_CHILDREN
     _entries: dict[bytes, bytes | _Location] = field(default_factory=dict)
     _files: list[_DataFile] = field(default_factory=list)
     _free: list[_DataFile] = field(default_factory=list)
@@ -137,7 +139,7 @@ class OcdbtWriter:
 
     def _write_tree(self) -> tuple[_Node | None, int]:
         """All nodes, children before parents; the root, None for an empty store, and its height."""
-        leaves = _cut([(key, self._entries[key]) for key in sorted(self._entries)])
+        leaves = _cut([(key, self._entries[key]) for key in sorted(self._entries)], self.node_bytes)
         if not leaves:
             return None, 0
         prefixes = [_shared(leaf[0][0], leaf[-1][0]) if len(leaves) > 1 else 0 for leaf in leaves]
@@ -145,7 +147,7 @@ class OcdbtWriter:
         height = 0
         while len(nodes) > 1:
             height += 1
-            groups = [nodes[i : i + _NODE_CHILDREN] for i in range(0, len(nodes), _NODE_CHILDREN)]
+            groups = [nodes[i : i + self.node_children] for i in range(0, len(nodes), self.node_children)]
             nodes = [self._write_interior(group, height, is_root=len(groups) == 1) for group in groups]
         return nodes[0], height
 
@@ -246,13 +248,13 @@ def _blocks(value: Encoded) -> Iterable[memoryview]:
 
 
 def _cut(
-    entries: Sequence[tuple[bytes, bytes | _Location]],
+    entries: Sequence[tuple[bytes, bytes | _Location]], most_bytes: int
 ) -> list[Sequence[tuple[bytes, bytes | _Location]]]:
     """The sorted entries in runs, one for each leaf node."""
     cuts, size = [0], 0
     for i, (key, value) in enumerate(entries):
         own = len(key) + 16 + (len(value) if isinstance(value, bytes) else 0)
-        if size and size + own > _NODE_BYTES:
+        if size and size + own > most_bytes:
             cuts.append(i)
             size = 0
         size += own

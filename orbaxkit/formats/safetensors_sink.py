@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from threading import Lock
 from typing import IO, Any
 
 import numpy as np
@@ -63,6 +64,7 @@ class SafetensorsSink:
     _texts: dict[str, str] = field(init=False, default_factory=dict)
     _files: list[IO[bytes]] = field(init=False, default_factory=list)
     _staging: Staging | None = field(init=False, default=None)
+    _lock: Lock = field(init=False, default_factory=Lock)
 
     @property
     def _is_file(self) -> bool:
@@ -146,7 +148,8 @@ class SafetensorsSink:
         view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
         with writing(self._open_staging.path):
             _write_at(self._files[tensor.shard], view, tensor.offset + first * data.dtype.itemsize)
-        tensor.missing -= len(view)
+        with self._lock:
+            tensor.missing -= len(view)
 
     def accepts_encoded(self, name: str, array: ZarrArray) -> bool:
         """Nothing is stored here as zarr stores it."""
