@@ -1,11 +1,13 @@
 """Outputs whose stored values can be copied as they are: renamed leaves, layers of a stack chunked by layer, …"""
 
 import itertools
+import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from orbaxkit.execute.pieces import Piece, full, is_gathered, pieces
 from orbaxkit.formats import Source
+from orbaxkit.formats.frames import frame_problem
 from orbaxkit.formats.items import Stored, stored
 from orbaxkit.formats.ocdbt import Value
 from orbaxkit.formats.sinks import Encoded
@@ -29,12 +31,28 @@ class Copies:
         return sum(value.length for _, _, value in self.values)
 
     def encoded(self) -> Iterator[tuple[str, Encoded]]:
-        """Each value under its new key."""
+        """Each value under its new key. Raises ValueError: its bytes are cut short, as far as can be told undecoded."""
         for key, found, value in self.values:
+            problem = _problem(found, value)
+            if problem:
+                raise ValueError(f"chunk {key}{f' in {value.file}' if value.file else ''}: {problem}")
             if value.inline is not None:
                 yield key, Encoded(value.length, data=value.inline)
             else:
                 yield key, Encoded(value.length, path=found.where(value.file), offset=value.offset)
+
+
+def _problem(found: Stored, value: Value) -> str | None:
+    array = found.array
+    if array.codec != "zstd" or array.shard_shape is not None:
+        return None
+    with found.open(value) as file:
+        if isinstance(file, bytes):
+            return frame_problem(lambda size, at: file[at : at + size], value.length, array.value_bytes)
+        number = file.fileno()
+        return frame_problem(
+            lambda size, at: os.pread(number, size, value.offset + at), value.length, array.value_bytes
+        )
 
 
 def chunks_of(expr: Expr, source: Source) -> Sizes | None:

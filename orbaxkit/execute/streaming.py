@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from orbaxkit.display.text import human_bytes
-from orbaxkit.errors import OrbaxkitError, TransformError
+from orbaxkit.errors import CheckpointError, OrbaxkitError, TransformError
 from orbaxkit.execute.encoded import Copies, chunks_of, find_copies
 from orbaxkit.execute.reading import check_readable
 from orbaxkit.execute.sequential import SequentialSource
@@ -216,12 +216,18 @@ class _Run:
 
     def _work(self, job: Job) -> None:
         for name, found in job.copies.items():
-            for key, value in found.encoded():
-                self._budget.check()
-                self.sink.write_encoded(name, key, value)
-                self._advance(value.length)
+            try:
+                self._copy(name, found)
+            except ValueError as error:
+                raise CheckpointError("a leaf cannot be copied", leaves=[(name, str(error))]) from None
         if job.names:
             self._make(job)
+
+    def _copy(self, name: str, found: Copies) -> None:
+        for key, value in found.encoded():
+            self._budget.check()
+            self.sink.write_encoded(name, key, value)
+            self._advance(value.length)
 
     def _make(self, job: Job) -> None:
         arena = self._arenas.pop() if self._arenas else Arena()

@@ -85,7 +85,7 @@ class SafetensorsSink:
             for name, spec in arrays.items()
             if name not in self._tied
         }
-        limit = math.inf if self._is_file else self.max_shard_bytes
+        limit = math.inf if self._is_file else float(self.max_shard_bytes)
         self._shards = _fill_shards(self._tensors.values(), limit)
         needed = (1 << 20) + sum(1024 + spec.nbytes for spec in specs.leaves.values())
         path = absolute_path(self.path)
