@@ -31,9 +31,12 @@ def restrict(expr: Expr, spans: Spans) -> Expr:
             return _cut(expr, spans)
         case Stack(xs, axis):
             inner = spans[:axis] + spans[axis + 1 :]
-            return ex.stack([restrict(x, inner) for x in xs[slice(*spans[axis])]], axis)
-        case Concat(_, axis):
-            return ex.concat([restrict(x, inner) for x, inner in pull_back(expr, spans)], axis)
+            chosen = xs[slice(*spans[axis])]
+            part = ex.stack([restrict(x, inner) for x in chosen or xs[:1]], axis)
+            return part if chosen else ex.slice_(part, axis, 0, 0)
+        case Concat(xs, axis):
+            parts = list(pull_back(expr, spans)) or [(xs[0], (*spans[:axis], (0, 0), *spans[axis + 1 :]))]
+            return ex.concat([restrict(x, inner) for x, inner in parts], axis)
         case Index() | Slice() | Unreplicate() | Transpose() | Cast() | Affine():
             ((x, inner),) = pull_back(expr, spans)
             return _again(expr, restrict(x, inner))

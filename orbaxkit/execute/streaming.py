@@ -44,6 +44,8 @@ def output_specs(plan: Plan, source: Source) -> Specs:
 
 def _output_spec(name: str, plan: Plan, source: Source) -> LeafSpec:
     spec, expr = plan.specs[name], plan.outputs[name].expr
+    if spec.kind == "scalar" and spec.shape:  # a number that was reshaped
+        spec = replace(spec, kind="array")
     if spec.kind in ("scalar", "string", "empty"):
         return replace(spec, stored_name=None)
     origin = _origin(name, expr, plan)
