@@ -20,7 +20,6 @@ import orbaxkit as ok
 from orbaxkit.execute.streaming import output_specs, stream
 from orbaxkit.formats.orbax_sink import OrbaxSink
 
-
 pytestmark = pytest.mark.filterwarnings("ignore:Sharding info not provided")
 
 
