@@ -5,12 +5,12 @@ from dataclasses import dataclass, replace
 
 from orbaxkit.errors import TargetError, shorten
 from orbaxkit.optimizer.roles import Place, stored_places
-from orbaxkit.optimizer.stored import StoredState, find_step, stored_state
+from orbaxkit.optimizer.stored import StoredState, stored_state
 from orbaxkit.optimizer.words import bias_mismatches, chosen, known_words, refuse_mismatches
 from orbaxkit.paths import KeyPath
 from orbaxkit.planning import Element, Output, Plan
 from orbaxkit.planning import expressions as ex
-from orbaxkit.slots import EMA_NAMES, Slot
+from orbaxkit.slots import EMA_NAMES, Slot, strip_value
 from orbaxkit.specs import LeafSpec, Specs
 from orbaxkit.states import StateClass
 
@@ -68,9 +68,14 @@ def plan_zeroing(
 
 
 def _outer_step(specs: Specs, state: StoredState) -> str | None:
+    """The training step: the number called `step` nearest to the top, outside the optimizer state."""
     inside = set(state.names.values())
-    outside = specs.subset(name for name in specs if name not in inside)
-    return find_step(outside)
+    found = [
+        (len(path), name)
+        for name, path in specs.paths.items()
+        if name not in inside and strip_value(path)[-1:] == ("step",) and specs[name].shape == ()
+    ]
+    return min(found)[1] if found else None
 
 
 def _fresh(
