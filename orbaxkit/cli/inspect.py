@@ -18,7 +18,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--item", metavar="NAME", help="only this item of the step")
     parser.add_argument("--step", type=int, metavar="N", help="this step of a run (default: the latest finished one)")
     parser.add_argument("--sort", choices=["size"], help="order siblings by size, largest first")
-    parser.add_argument("--json", action="store_true", help="print JSON, leaf by leaf")
+    forms = parser.add_mutually_exclusive_group()
+    forms.add_argument("--json", action="store_true", help="print JSON, leaf by leaf")
+    forms.add_argument("--values", action="store_true", help="also read optimizer states and tell what looks wrong")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -51,7 +53,8 @@ def _text(args: argparse.Namespace) -> str:
         return dump(to_json(checkpoint, select=args.select))
     from orbaxkit.display.table import render
 
-    return render(checkpoint, depth=args.depth, select=args.select, sort=args.sort)
+    table = render(checkpoint, depth=args.depth, select=args.select, sort=args.sort)
+    return f"{table}\n\n{checkpoint.describe(values=True)}" if args.values else table
 
 
 def _positive(text: str) -> int:

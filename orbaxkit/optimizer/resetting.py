@@ -11,7 +11,7 @@ from orbaxkit.errors import CheckpointError, TargetError
 from orbaxkit.optimizer.matching import find_leaf
 from orbaxkit.optimizer.roles import Place, places_of, stored_places
 from orbaxkit.optimizer.schema import abstract_state, describe, placeholder
-from orbaxkit.optimizer.stored import StoredState, find_states, leaves_below, stored_state, text_path
+from orbaxkit.optimizer.stored import StoredState, find_states, find_step, leaves_below, stored_state, text_path
 from orbaxkit.optimizer.words import chosen, is_meant, known_words
 from orbaxkit.paths import KeyPath, compile_pattern, format_path
 from orbaxkit.planning.target import agree
@@ -126,16 +126,6 @@ def _other_state(
         leaves = [(format_path(root + path), "tx has it, the target not") for path in sorted(wanted - have)]
         leaves += [(format_path(root + path), "the target has it, tx not") for path in sorted(have - wanted)]
     return TargetError(what, leaves=leaves, where=where, hint="make the target with this tx, or leave target= out")
-
-
-def find_step(specs: Specs) -> str | None:
-    """The training step's leaf: an integer called `step`, the one nearest to the top."""
-    named = [
-        (len(path), name)
-        for name, path in specs.paths.items()
-        if strip_value(path)[-1:] == ("step",) and specs.leaves[name].shape == ()
-    ]
-    return min(named)[1] if named else None
 
 
 def plan_reset(

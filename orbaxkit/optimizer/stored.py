@@ -177,3 +177,13 @@ def leaves_below(specs: Specs, root: KeyPath) -> dict[TextPath, str]:
             found[text_path(path[len(root) :])] = name
             found.setdefault(text_path(table.strip_value(path[len(root) :])), name)
     return found
+
+
+def find_step(specs: Specs) -> str | None:
+    """The training step's leaf: an integer called `step`, the one nearest to the top."""
+    named = [
+        (len(path), name)
+        for name, path in specs.paths.items()
+        if table.strip_value(path)[-1:] == ("step",) and specs.leaves[name].shape == ()
+    ]
+    return min(named)[1] if named else None

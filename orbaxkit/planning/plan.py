@@ -175,11 +175,16 @@ Transform = Callable[[Plan], Plan]
 
 
 def make_plan(source: Any, *transforms: Transform) -> Plan:
-    """Plan transforms, in order, on a checkpoint or its specs; nothing is read."""
+    """Plan transforms, in order, on a checkpoint or its specs; nothing is read.
+
+    What a transform does to params it does to their optimizer slots too (`planning.mirrors`).
+    """
     specs = source if isinstance(source, Specs) else source.specs
     plan = Plan.identity(specs)
+    from orbaxkit.planning.mirrors import apply_transform
+
     for transform in transforms:
         if not callable(transform):
             raise TransformError(f"{transform!r} is no transform", hint="select, drop, rename…: ok.select('params/**')")
-        plan = transform(plan)
+        plan = apply_transform(transform, plan)
     return plan
