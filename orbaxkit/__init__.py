@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from orbaxkit._convert import convert
     from orbaxkit._diff import diff
     from orbaxkit._optimizer import migrate_opt_state, rebuild_opt_state, reset_optimizer
+    from orbaxkit._plan import plan
     from orbaxkit._restore import restore, restore_params
     from orbaxkit._verify import verify
     from orbaxkit.errors import (
@@ -20,7 +21,6 @@ if TYPE_CHECKING:
         TransformError,
     )
     from orbaxkit.planning import Plan
-    from orbaxkit.planning import make_plan as plan
     from orbaxkit.specs import LeafSpec, Specs
     from orbaxkit.transforms import (
         affine,
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         concat,
         drop,
         fill,
+        from_json,
         merge_lora,
         rename,
         reshape,
@@ -63,6 +64,7 @@ __all__ = [
     "diff",
     "drop",
     "fill",
+    "from_json",
     "merge_lora",
     "migrate_opt_state",
     "open",
@@ -89,6 +91,7 @@ _HOMES = {
     "_convert": ("convert",),
     "_diff": ("diff",),
     "_optimizer": ("migrate_opt_state", "rebuild_opt_state", "reset_optimizer"),
+    "_plan": ("plan",),
     "_restore": ("restore", "restore_params"),
     "_verify": ("verify",),
     "errors": (
@@ -99,11 +102,11 @@ _HOMES = {
         "TargetError",
         "TransformError",
     ),
-    "planning": ("Plan", "plan"),
+    "planning": ("Plan",),
     "specs": ("LeafSpec", "Specs"),
 }
-# Names that are spelled otherwise at home, where they would hide a builtin or a module's variable.
-_HOME_NAMES = {"open": "open_checkpoint", "plan": "make_plan"}
+# Names that are spelled otherwise at home, where they would hide a builtin.
+_HOME_NAMES = {"open": "open_checkpoint"}
 
 
 def __getattr__(name: str) -> object:

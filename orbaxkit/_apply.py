@@ -1,12 +1,13 @@
 """Apply transforms to arrays in memory."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import numpy as np
 
 from orbaxkit.errors import TransformError
+from orbaxkit.execute.devices import as_value
 from orbaxkit.execute.gather import Gather
 from orbaxkit.execute.kernels import evaluate, must_see_values
 from orbaxkit.execute.pieces import full
@@ -60,19 +61,21 @@ def _values(plan: Plan, target: Target) -> dict[str, Any]:
         if isinstance(output.expr, Read) and output.expr.source is None:
             values[name] = inputs[0].value
         elif any(leaf.is_abstract for leaf in inputs):
-            values[name] = _described(plan, name, target)
+            values |= _traced(plan, name, target, jax.eval_shape)
+        elif any(isinstance(leaf.value, jax.core.Tracer) for leaf in inputs):
+            values |= _traced(plan, name, target, lambda function, leaves: function(leaves))
         elif not any(isinstance(leaf.value, jax.Array) for leaf in inputs) or must_see_values(output.expr):
-            host = evaluate_on_host(output.expr, lambda read: _host_value(read, target))
-            values[name] = jax.device_put(host) if any(isinstance(leaf.value, jax.Array) for leaf in inputs) else host
+            value = as_value(evaluate_on_host(output.expr, lambda read: _host_value(read, target)), output.expr)
+            values[name] = jax.device_put(value) if any(isinstance(leaf.value, jax.Array) for leaf in inputs) else value
         else:
             on_devices[name] = output
     return values | _computed(on_devices, target)
 
 
-def _described(plan: Plan, name: str, target: Target) -> Any:
+def _traced(plan: Plan, name: str, target: Target, run: Callable[[Any, Any], dict[str, Any]]) -> dict[str, Any]:
+    """One output as a pure function of its leaves: inside the user's own `jax.jit`, or of descriptions."""
     function = plan.with_outputs({name: plan.outputs[name]}).as_function()
-    leaves = {read.name: target.leaves[read.name].value for read in reads_of(plan.outputs[name].expr)}
-    return jax.eval_shape(function, leaves)[name]
+    return run(function, {read.name: target.leaves[read.name].value for read in reads_of(plan.outputs[name].expr)})
 
 
 def _computed(outputs: Mapping[str, Output], target: Target) -> dict[str, Any]:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
+from orbaxkit._plan import open_source
 from orbaxkit.errors import OrbaxkitError
 from orbaxkit.execute.streaming import Progress, stream
 from orbaxkit.formats import Source
@@ -73,22 +74,6 @@ def convert(
     except BaseException:
         sink.abort()
         raise
-
-
-def open_source(source: Any, step: int | None = None, item: str | None = None) -> tuple[Any, Source, str | None]:
-    """A path or a tree, opened: what was opened, where its values come from, and its path if it has one."""
-    from orbaxkit._checkpoint import Checkpoint, open_checkpoint
-
-    is_path = isinstance(source, (str, os.PathLike, Checkpoint))
-    if is_path or (hasattr(source, "directory") and hasattr(source, "latest_step")):
-        ckpt = open_checkpoint(source, step=step, item=item)
-        return ckpt, ckpt.source, ckpt.path
-    if step is not None or item is not None:
-        raise OrbaxkitError("step= and item= choose from a checkpoint; this is a tree in memory")
-    from orbaxkit.execute.memory import memory_source
-
-    held = memory_source(source)
-    return held, held, None
 
 
 def make_sink(

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import numpy as np
 
-from orbaxkit._convert import open_source
+from orbaxkit._plan import open_source
 from orbaxkit.display.text import align, counted
 from orbaxkit.errors import shown
 from orbaxkit.execute.scanning import contents, has_bytes, jobs_of, same_window

@@ -4,14 +4,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
+from orbaxkit.arguments import one_of
 from orbaxkit.errors import CheckpointError
 from orbaxkit.paths import KeyPath, Segment, format_path
-from orbaxkit.slots import EMA_NAMES, find_slots
+from orbaxkit.slots import EMA_NAMES, find_slots, is_optimizer_name
 from orbaxkit.specs import Specs
 
 Which = Literal["ema", "raw"]
 
-_OPTIMIZER_NAMES = {"opt_state", "opt_states", "optimizer", "optimizer_state", "opt", "optim"}
 _BOOKKEEPING = {"step", "rng", "rngs", "key", "metrics", "epoch", "dropout_rng", "dropout_key"}
 
 
@@ -34,8 +34,7 @@ def find_params(specs: Specs, which: Which | None = None) -> FoundParams:
     beside an optimizer or a step, then takes a tree of nothing else whole. Raises CheckpointError with the candidates
     where that leaves none or several; `which` settles an average against the live params.
     """
-    if which not in (None, "ema", "raw"):
-        raise CheckpointError(f"which={which!r}", hint='which="ema" or which="raw"')
+    one_of("which", which, (None, "ema", "raw"), CheckpointError)
     slots = {slot.key_path for slot in find_slots(specs)}
     paths = [specs.paths[name] for name, spec in specs.items() if spec.kind != "empty"]
     candidates = _named_params(paths, slots) or _beside_the_rest(paths, slots)
@@ -60,7 +59,7 @@ def find_params(specs: Specs, which: Which | None = None) -> FoundParams:
 
 def _is_optimizer(path: KeyPath, slots: set[KeyPath]) -> bool:
     """Whether a node is an optimizer's state, by its name or by its fields."""
-    return path[-1] in _OPTIMIZER_NAMES or path in slots
+    return is_optimizer_name(path[-1]) or path in slots
 
 
 def _named_params(paths: list[KeyPath], slots: set[KeyPath]) -> list[FoundParams]:

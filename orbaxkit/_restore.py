@@ -12,6 +12,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 
 from orbaxkit._checkpoint import Checkpoint, open_checkpoint
 from orbaxkit._params import Which, find_params
+from orbaxkit.arguments import one_of
 from orbaxkit.errors import TargetError
 from orbaxkit.execute.devices import run
 from orbaxkit.paths import KeyPath, format_path
@@ -59,14 +60,30 @@ def restore(
 
     >>> state = ok.restore("runs/pi0", target=state)  # doctest: +SKIP
     """
-    ckpt = open_checkpoint(checkpoint, step=step, item=item)
-    plan = make_plan(ckpt, *transforms)
     leniency = Leniency(on_missing, on_unexpected, on_shape_mismatch)
+    one_of("strip_value", strip_value, ("auto", True, False), TargetError)
+    _refuse_idle(target, sharding, as_numpy, leniency)
+    ckpt = open_checkpoint(checkpoint, step=step, item=item)
+    plan = make_plan(ckpt.specs, *transforms)
     if dtype is not None:
         plan = cast(dtype)(plan)
     if target is None:
         return _restore_free(ckpt, _strip(plan) if strip_value else plan, sharding, as_numpy)
     return _restore_into(ckpt, plan, target, leniency, as_numpy, bool(strip_value))
+
+
+def _refuse_idle(target: Any, sharding: Any, as_numpy: bool, leniency: Leniency) -> None:
+    """Options that would decide nothing."""
+    if sharding is not None and (as_numpy or target is not None):
+        why = "as_numpy=True puts arrays on no device" if as_numpy else "the target's leaves have shardings"
+        raise TargetError(f"sharding= would be ignored: {why}", hint="leave one of them out")
+    if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
+        raise TargetError(
+            f"sharding={sharding!r} is neither a jax.sharding.Sharding nor a function",
+            hint="sharding=lambda path, spec: …",
+        )
+    if target is None and leniency != Leniency():
+        raise TargetError("on_missing=, on_unexpected= and on_shape_mismatch= compare with a target; there is none")
 
 
 def restore_params(

@@ -62,7 +62,7 @@ def _restore(checkpoint: Checkpoint) -> Iterator[str]:
     import jax
 
     path = format_path(find_params(checkpoint.specs).path)
-    plan = make_plan(checkpoint, *([select(f"{path}/**")] if path else []))
+    plan = make_plan(checkpoint.specs, *([select(f"{path}/**")] if path else []))
     start = time.perf_counter()
     params = jax.block_until_ready(restore_params(checkpoint))
     seconds = time.perf_counter() - start
@@ -83,7 +83,7 @@ def _reshape(checkpoint: Checkpoint) -> Iterator[str]:
     blocks = scanned[0]
     name = blocks.path.rpartition("/")[2]
     unstack_blocks = unstack(blocks.path, into=f"{name}_{{i}}", axis=blocks.axis)
-    plan = make_plan(checkpoint, select(f"{blocks.path}/**"), unstack_blocks)
+    plan = make_plan(checkpoint.specs, select(f"{blocks.path}/**"), unstack_blocks)
     yield str(plan)
     layers = restore(checkpoint, select(f"{blocks.path}/**"), unstack_blocks)
     back = apply(layers, unstack_blocks.inverse())

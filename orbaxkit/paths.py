@@ -37,7 +37,7 @@ def _format_segment(segment: Segment) -> str:
 
 def parse_path(text: str) -> KeyPath:
     """The segments of a path's text. Their types are not in the text: an index comes back as a string."""
-    return tuple(json.loads(part) if part.startswith('"') else part for part in _split(text))
+    return tuple(_unquoted(part) if part.startswith('"') else part for part in _split(text))
 
 
 def is_index(text: str) -> bool:
@@ -57,6 +57,13 @@ def nearest(text: str, candidates: Iterable[str], most: int = 3) -> list[str]:
     last = text.rpartition("/")[2]
     alike = [c for c in pool if c.rpartition("/")[2] == last] or pool
     return difflib.get_close_matches(text, alike[:2000], n=most, cutoff=0.5)
+
+
+def _unquoted(part: str) -> str:
+    try:
+        return str(json.loads(part))
+    except ValueError:
+        raise TransformError(f"{part} is not a JSON string", hint='a quoted segment ends with a quote: "a/b"') from None
 
 
 def _split(text: str) -> list[str]:
@@ -91,11 +98,12 @@ DEEP = Wildcard("**")
 class Match:
     """What the wildcards stood for: `wild` in order, `named` by name.
 
-    `**` stands for a tuple of typed segments, a wildcard that fills a segment for that segment, any other for text.
+    `**` stands for a tuple of typed segments, a wildcard that fills a segment for that segment, any other for text; a
+    group of a regular expression that took no part for None.
     """
 
-    wild: tuple[KeyPath | Segment, ...] = ()
-    named: Mapping[str, Segment] = field(default_factory=dict)
+    wild: tuple[KeyPath | Segment | None, ...] = ()
+    named: Mapping[str, Segment | None] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -165,7 +173,7 @@ def _compile_glob(text: str) -> Pattern:
 
 def _parse_glob(part: str, text: str) -> Glob:
     if part.startswith('"'):
-        return (json.loads(part),)
+        return (_unquoted(part),)
     if part == "**":
         return (DEEP,)
     if not part:
@@ -245,10 +253,16 @@ def expand(template: Pattern, match: Match) -> KeyPath:
     return tuple(out)
 
 
-def _value_of(token: str | Wildcard, match: Match, wild: Iterator[KeyPath | Segment]) -> KeyPath | Segment:
+def _value_of(token: str | Wildcard, match: Match, wild: Iterator[KeyPath | Segment | None]) -> KeyPath | Segment:
     if isinstance(token, str):
         return token
-    return match.named[token.name] if token.name else next(wild)
+    value = match.named[token.name] if token.name else next(wild)
+    if value is None:  # an optional group of a regular expression
+        raise TransformError(
+            f"a group that the template needs took no part in the match ({{{token.name}}})",
+            hint="make it match the empty text instead: (?P<name>…|)",
+        )
+    return value
 
 
 def check_template(template: Pattern, pattern: Pattern) -> None:

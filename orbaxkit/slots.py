@@ -171,7 +171,7 @@ def _chain_root(path: KeyPath) -> KeyPath:
     return path
 
 
-def find_params(specs: Specs, slots: Iterable[Slot]) -> KeyPath | None:
+def mirrored_root(specs: Specs, slots: Iterable[Slot]) -> KeyPath | None:
     """The subtree that holds the params which the slots mirror: the one with most of the mirrored paths, or None."""
     slots = tuple(slots)
     wanted = {path for slot in slots for path in mirrored_params(specs, slot)}
@@ -217,7 +217,7 @@ def _main_mirrors(slot: Slot) -> dict[str, tuple[str, ...]]:
 def describe_slots(specs: Specs) -> list[str]:
     """One phrase per optimizer state, and one where the params are not there; none for a tree without an optimizer."""
     slots = find_slots(specs)
-    params = find_params(specs, slots)
+    params = mirrored_root(specs, slots)
     lines = [_describe(slot, specs, _count_params(specs, params)) for slot in slots]
     has_mirrors = any(slot.mirrors for slot in slots)
     return [*lines, "no params in this item"] if has_mirrors and params is None else lines

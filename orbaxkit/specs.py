@@ -52,7 +52,7 @@ DTYPES: Mapping[str, np.dtype] = {
 }
 
 # How JAX shows typed PRNG keys.
-_KEY_TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}
+KEY_TAGS = {"threefry2x32": "fry", "rbg": "rbg", "unsafe_rbg": "urbg"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,7 +119,7 @@ class LeafSpec:
     def dtype_name(self) -> str:
         """`float32`, `key<fry>`, `str`, `None`, `?`: for people and for JSON."""
         if self.kind == "key":
-            return f"key<{_KEY_TAGS.get(self.key_impl or '', self.key_impl)}>"
+            return f"key<{KEY_TAGS.get(self.key_impl or '', self.key_impl)}>"
         if self.kind in ("string", "empty"):
             return "str" if self.kind == "string" else str(self.empty)
         return "?" if self.dtype is None else self.dtype.name

@@ -8,9 +8,9 @@ import numpy as np
 
 from orbaxkit.errors import TargetError
 from orbaxkit.paths import KeyPath, format_path
-from orbaxkit.specs import Kind, LeafSpec, Specs
+from orbaxkit.specs import KEY_TAGS, Kind, LeafSpec, Specs
 
-_KEY_IMPLS = {"fry": "threefry2x32", "rbg": "rbg", "urbg": "unsafe_rbg"}
+_KEY_IMPLS = {tag: impl for impl, tag in KEY_TAGS.items()}
 
 
 @dataclass(frozen=True)

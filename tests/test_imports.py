@@ -17,7 +17,7 @@ MODULES = sorted(PACKAGE.rglob("*.py"))
 
 # From left to right: a room imports only itself and rooms before it. Verbs are the modules that begin with `_`.
 ROOMS = (
-    {"paths", "errors"},
+    {"paths", "errors", "arguments"},
     {"specs"},
     {"states", "slots"},
     {"display"},

@@ -16,7 +16,7 @@ from cases import f1_tree, save, save_f2
 from flax import nnx
 from flax.core import FrozenDict
 from flax.training.train_state import TrainState
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbaxkit as ok
@@ -343,3 +343,31 @@ def test_an_abstract_mesh_is_refused(tmp_path):
     sharding = NamedSharding(jax.sharding.AbstractMesh((8,), ("data",)), P("data"))
     with pytest.raises(TargetError, match="its mesh is abstract"):
         ok.restore(path, target={"w": jax.ShapeDtypeStruct((8,), jnp.float32, sharding=sharding)})
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"sharding": SingleDeviceSharding(jax.devices()[0]), "as_numpy": True}, "as_numpy=True puts arrays on no"),
+        ({"sharding": SingleDeviceSharding(jax.devices()[0]), "target": {"w": jnp.ones(1)}}, "have shardings"),
+        ({"sharding": {"w": None}}, "neither a jax.sharding.Sharding nor a function"),
+        ({"on_missing": "keep"}, "there is none"),
+        ({"strip_value": "always"}, "strip_value"),
+    ],
+    ids=["host", "target", "tree", "no target", "strip"],
+)
+def test_options_that_would_be_ignored_are_refused(tmp_path, options, says):
+    path = save(tmp_path / "c", {"w": jnp.ones(1)})
+    with pytest.raises(Exception, match=says):
+        ok.restore(path, **options)
+
+
+def test_plans_are_made_on_anything_that_has_leaves(tmp_path):
+    tree = {"a": {"w": np.ones((2, 3), np.float32)}}
+    path = save(tmp_path / "run" / "1" / "default", tree)
+    expected = ok.plan(ok.open(path), ok.transpose("a/w"))
+    assert ok.plan(path, ok.transpose("a/w")) == expected
+    assert ok.plan(ok.open(path).specs, ok.transpose("a/w")) == expected
+    assert list(ok.plan(tree, ok.transpose("a/w")).outputs) == ["a/w"]
+    with pytest.raises(CheckpointError):
+        ok.plan(tmp_path / "nothing")

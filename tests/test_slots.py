@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from orbaxkit.paths import KeyPath
-from orbaxkit.slots import describe_slots, find_params, find_slots, mirrored_params
+from orbaxkit.slots import describe_slots, find_slots, mirrored_params, mirrored_root
 from orbaxkit.specs import DTYPES, LeafSpec, Specs
 
 NONE = LeafSpec(kind="empty", empty="None")
@@ -73,7 +73,7 @@ def test_nnx_states_have_string_indices_and_value_ends(end: str):
     (slot,) = find_slots(specs)
     assert slot.key_path == ("optimizer", "opt_state", "0")
     assert mirrored_params(specs, slot) == (("dense", "kernel"), ("head", "kernel"))
-    assert find_params(specs, [slot]) == ("model",)
+    assert mirrored_root(specs, [slot]) == ("model",)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_params_are_found_by_their_paths():
     """Two trees fit: the one named params is preferred to its average."""
     average = {name.replace("params/", "ema_params/"): spec for name, spec in PARAMS.items()}
     specs = tree({**average, **PARAMS, **ADAM})
-    assert find_params(specs, find_slots(specs)) == ("params",)
+    assert mirrored_root(specs, find_slots(specs)) == ("params",)
 
 
 def test_control_characters_in_keys_are_escaped():

@@ -79,7 +79,7 @@ def _show_plan(args: argparse.Namespace, transforms: list[Any]) -> int:
     from orbaxkit._checkpoint import open_checkpoint
     from orbaxkit.planning import make_plan
 
-    plan = make_plan(open_checkpoint(args.source, step=args.step, item=args.item), *transforms)
+    plan = make_plan(open_checkpoint(args.source, step=args.step, item=args.item).specs, *transforms)
     if args.json:
         print(json.dumps({**plan.to_json(), "read_bytes": plan.read_bytes, "output_bytes": plan.specs.nbytes}))
     else:

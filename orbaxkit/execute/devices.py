@@ -10,15 +10,15 @@ import numpy as np
 from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
 
 from orbaxkit.errors import TargetError
-from orbaxkit.execute.gather import Gather
+from orbaxkit.execute.gather import Gather, on_host
 from orbaxkit.execute.kernels import evaluate, must_see_values
-from orbaxkit.execute.pieces import full, is_gathered
+from orbaxkit.execute.pieces import full, is_gathered, volume
 from orbaxkit.execute.pullback import pull_back
 from orbaxkit.execute.reading import check_memory, check_readable
 from orbaxkit.formats import Source
-from orbaxkit.planning import Expr, Plan, fold
-from orbaxkit.planning.host import step as host_step
-from orbaxkit.planning.nodes import Read
+from orbaxkit.planning import Expr, Plan
+from orbaxkit.planning.nodes import Fill, Read
+from orbaxkit.planning.numbers import WIDE
 from orbaxkit.planning.regions import Spans
 from orbaxkit.specs import LeafSpec, Specs
 
@@ -44,7 +44,7 @@ def run(plan: Plan, source: Source, placements: Placements) -> dict[str, Any]:
     _refuse_narrowing(specs, placements)
     _check_shardings(specs, placements)
     check_readable(plan, source)
-    check_memory(sum(spec.nbytes for spec in specs.values()))
+    check_memory(sum(_host_bytes(spec, placements.get(name)) for name, spec in specs.items()))
     values = _gathered(plan, specs, source, placements)
     for group in plan.groups:
         computed = [name for name in group if name not in values]
@@ -53,13 +53,24 @@ def run(plan: Plan, source: Source, placements: Placements) -> dict[str, Any]:
     return {name: values[name] for name in plan.outputs}
 
 
+def _host_bytes(spec: LeafSpec, sharding: Sharding | None) -> int:
+    """The memory of this host that an output stays in: all of it, the parts that its CPU devices hold, or none."""
+    if sharding is None:
+        return spec.nbytes
+    indices = sharding.addressable_devices_indices_map(spec.shape)
+    if any(getattr(device, "platform", "cpu") != "cpu" for device in sharding.device_set):
+        return 0
+    parts = {_spans(index, spec.shape) for index in indices.values()}
+    return sum(spec.nbytes * volume(part) // max(1, math.prod(spec.shape)) for part in parts)
+
+
 def _gathered(plan: Plan, specs: Specs, source: Source, placements: Placements) -> dict[str, Any]:
     """The outputs that need no kernel."""
     finish: dict[str, Callable[[], Any]] = {}
     gather = Gather(source)
     for name, output in plan.outputs.items():
-        if specs[name].kind in ("scalar", "string", "empty") and isinstance(output.expr, Read):
-            finish[name] = _number(source, output.expr, specs[name])
+        if specs[name].kind in ("scalar", "string", "empty") and isinstance(output.expr, (Read, Fill)):
+            finish[name] = _plain(source, output.expr, specs[name])
         elif is_gathered(output.expr):
             finish[name] = want(gather, output.expr, placements.get(name))
     gather.run()
@@ -68,23 +79,25 @@ def _gathered(plan: Plan, specs: Specs, source: Source, placements: Placements) 
 
 def _computed(plan: Plan, names: list[str], source: Source, placements: Placements) -> dict[str, Any]:
     """A group of outputs that share what they read: on the devices where they belong, or on the host."""
-    values = {}
-    for name in names:
-        expr, sharding = plan.outputs[name].expr, placements.get(name)
-        if sharding is None or must_see_values(expr):
-            host = _on_host(expr, source)
-            values[name] = host if sharding is None else jax.device_put(host, sharding)
+    exprs = {name: plan.outputs[name].expr for name in names}
+    hosted = [name for name in names if placements.get(name) is None or must_see_values(exprs[name])]
+    hosts = on_host([exprs[name] for name in hosted], source)
+    values = {name: _placed(host, exprs[name], placements.get(name)) for name, host in zip(hosted, hosts, strict=True)}
     rest = [name for name in names if name not in values]
-    wanted = {name: (plan.outputs[name].expr, sharding) for name in rest if (sharding := placements[name]) is not None}
+    wanted = {name: (exprs[name], sharding) for name in rest if (sharding := placements[name]) is not None}
     return values | _on_devices(wanted, source)
 
 
-def _on_host(expr: Expr, source: Source) -> np.ndarray:
-    gather = Gather(source)
-    inputs = {id(node): want(gather, node, None) for node, _ in _inputs(expr, None)}
-    gather.run()
-    done = {key: finish() for key, finish in inputs.items()}
-    return np.asarray(fold([expr], lambda node, xs: host_step(node, xs, _no_read), done)[0])
+def _placed(host: np.ndarray, expr: Expr, sharding: Sharding | None) -> Any:
+    value = as_value(host, expr)
+    return value if sharding is None else jax.device_put(value, sharding)
+
+
+def as_value(host: np.ndarray, expr: Expr) -> Any:
+    """What an expression's host array stands for: itself, or the typed PRNG keys whose words it holds."""
+    if expr.kind != "key":
+        return host
+    return jax.random.wrap_key_data(jax.numpy.asarray(host), impl=expr.element.key_impl)
 
 
 def _on_devices(wanted: Mapping[str, tuple[Expr, Sharding]], source: Source) -> dict[str, Any]:
@@ -118,15 +131,14 @@ def _inputs(expr: Expr, sharding: Sharding | None) -> list[tuple[Expr, Any]]:
     return [found for x, s in zip(expr.children, inner, strict=True) for found in _inputs(x, s)]
 
 
-def _no_read(leaf: Read) -> np.ndarray:
-    raise AssertionError(f"{leaf.name} is read by the gather")
-
-
-def _number(source: Source, read: Expr, spec: LeafSpec) -> Callable[[], Any]:
+def _plain(source: Source, expr: Expr, spec: LeafSpec) -> Callable[[], Any]:
+    """A number, a string or an empty node."""
     if spec.kind == "empty":
         return _EMPTY[str(spec.empty)]
-    held = source if read.source is None else read.source.source
-    return lambda: held.value(read.name)
+    if not isinstance(expr, Read):  # a fill
+        return lambda: expr.value if expr.kind == "string" else np.asarray(expr.value).astype(expr.dtype).item()
+    held = source if expr.source is None else expr.source.source
+    return lambda: held.value(expr.name)
 
 
 def want(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callable[[], Any]:
@@ -155,11 +167,7 @@ def _want_keys(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callabl
     words: list[np.ndarray] = []
     gather.want(expr, full(expr.shape), words.append)
 
-    def finish() -> Any:
-        keys = jax.random.wrap_key_data(jax.numpy.asarray(words.pop()), impl=expr.element.key_impl)
-        return keys if sharding is None else jax.device_put(keys, sharding)
-
-    return finish
+    return lambda: _placed(words.pop(), expr, sharding)
 
 
 def _spans(index: Any, shape: tuple[int, ...]) -> Spans:
@@ -211,7 +219,7 @@ def _refuse_narrowing(specs: Mapping[str, LeafSpec], placements: Placements) -> 
         (name, f"{spec} as a jax array")
         for name, spec in specs.items()
         if placements.get(name) is not None and spec.kind in ("array", "numpy") and spec.dtype is not None
-        and spec.dtype.name in ("int64", "uint64", "float64", "complex128")
+        and spec.dtype.name in WIDE
     ]  # fmt: skip
     if not wide:
         return

@@ -1,17 +1,17 @@
 """Read the pieces of many outputs so that no stored chunk is decoded twice."""
 
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from orbaxkit.execute.pieces import Piece, full, lengths, pieces, slices
+from orbaxkit.execute.pieces import Piece, full, gathered_parts, lengths, pieces, slices, volume
 from orbaxkit.execute.reading import BoundedReads, aligned_empty
 from orbaxkit.formats import Source, part_of
-from orbaxkit.planning.host import cast_host, evaluate
-from orbaxkit.planning.nodes import Expr, Fill
+from orbaxkit.planning.host import cast_host, evaluate, step
+from orbaxkit.planning.nodes import Expr, Fill, Read, fold
 from orbaxkit.planning.regions import Spans
 from orbaxkit.specs import LeafSpec
 
@@ -113,6 +113,22 @@ class Gather:
         self._tasks.clear()
 
 
+def on_host(exprs: Sequence[Expr], source: Source, allocate: Allocate = aligned_empty) -> list[np.ndarray]:
+    """Values computed with numpy, each chunk that they need decoded once; PRNG keys with the axis of their words."""
+    gather = Gather(source, allocate)
+    done: dict[int, np.ndarray] = {}
+    for part in (part for expr in exprs for part in gathered_parts(expr)):
+        if id(part) not in done:
+            done[id(part)] = np.empty(0)
+            gather.want(part, full(part.shape), partial(done.__setitem__, id(part)))
+    gather.run()
+    return [np.asarray(array) for array in fold(exprs, lambda node, xs: step(node, xs, _no_read), done)]
+
+
+def _no_read(leaf: Read) -> np.ndarray:
+    raise AssertionError(f"{leaf.name} is read by the gather")
+
+
 def _source_of(leaf: Expr, source: Source) -> Source:
     return source if leaf.source is None else leaf.source.source
 
@@ -147,7 +163,7 @@ def _sharing_chunks(tasks: list[_Task], spec: LeafSpec) -> Iterable[list[_Task]]
     for task in tasks:
         by_chunks.setdefault(_chunk_aligned(task.stored, spec), []).append(task)
     whole = _chunk_aligned(full(spec.data_shape), spec)
-    if sum(_size(box) for box in by_chunks) > _size(whole):
+    if sum(volume(box) for box in by_chunks) > volume(whole):
         return [tasks]
     return by_chunks.values()
 
@@ -158,7 +174,3 @@ def _chunk_aligned(spans: Spans, spec: LeafSpec) -> Spans:
         (start // chunk * chunk, min(-(-stop // chunk) * chunk, size)) if chunk else (start, stop)
         for (start, stop), chunk, size in zip(spans, chunks, spec.data_shape, strict=True)
     )
-
-
-def _size(spans: Spans) -> int:
-    return math.prod(lengths(spans))

@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
 from orbaxkit.planning import traced
 from orbaxkit.planning.expressions import rebuild
-from orbaxkit.planning.nodes import Cast, Expr, Index, Read, Slice, Unreplicate, fold
+from orbaxkit.planning.nodes import Cast, Constant, Expr, Fill, Index, Read, Slice, Unreplicate, fold
 from orbaxkit.planning.numbers import is_checked_cast
 
 # Layers smaller than this leave an array together, as many as make up so many bytes.
@@ -48,6 +48,8 @@ def evaluate(
     def visit(node: Expr, xs: tuple[jax.Array, ...]) -> jax.Array:
         if isinstance(node, Index):
             return layers.take(node, xs[0])
+        if isinstance(node, Fill) and isinstance(node.value, Constant):  # no part of a kernel, which would keep it
+            return jax.device_put(node.value.array, _auto(wanted.get(id(node))))
         return _run(node, xs, _auto(wanted.get(id(node))))
 
     with _auto_context():

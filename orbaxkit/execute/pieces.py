@@ -1,5 +1,6 @@
 """Outputs that only select, join and cast parts of leaves: which stored part goes where."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
@@ -60,6 +61,11 @@ def lengths(spans: Spans) -> tuple[int, ...]:
     return tuple([stop - start for start, stop in spans])
 
 
+def volume(spans: Spans) -> int:
+    """How many elements a part has."""
+    return math.prod(lengths(spans))
+
+
 def slices(spans: Spans) -> tuple[slice, ...]:
     """A part as an index."""
     return tuple([slice(*span) for span in spans])
@@ -77,6 +83,11 @@ def is_gathered(expr: Expr) -> bool:
             return False
         pending.extend(node.children)
     return True
+
+
+def gathered_parts(expr: Expr) -> list[Expr]:
+    """The largest parts of an expression that need no kernel."""
+    return [expr] if is_gathered(expr) else [part for x in expr.children for part in gathered_parts(x)]
 
 
 def pieces(expr: Expr, part: Spans) -> Iterator[Piece]:

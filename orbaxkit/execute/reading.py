@@ -4,6 +4,7 @@ import math
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 
@@ -85,9 +86,25 @@ def check_memory(nbytes: int) -> None:
 
 
 def _available_memory() -> int | None:
+    """What the machine has free, or what is left of the limit of a container."""
+    known = [free for free in (_free_on_machine(), _free_in_container()) if free is not None]
+    return min(known, default=None)
+
+
+def _free_on_machine() -> int | None:
     try:
         with open("/proc/meminfo") as lines:
             fields = dict(line.split(":", 1) for line in lines)
         return int(fields["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError, ValueError):
+        return None
+
+
+def _free_in_container() -> int | None:
+    """The limit of a control group (v2) less what it uses; cached file pages count as free."""
+    try:
+        limit, used, stat = (Path(f"/sys/fs/cgroup/memory.{name}").read_text() for name in ("max", "current", "stat"))
+        cached = dict(line.split() for line in stat.splitlines())["inactive_file"]
+        return int(limit) - int(used) + int(cached)
     except (OSError, KeyError, ValueError):
         return None

@@ -1,8 +1,6 @@
 """Part of an output as an expression of its own, so that no more is read and computed than that part needs."""
 
-import math
-
-from orbaxkit.execute.pieces import full, is_gathered, lengths
+from orbaxkit.execute.pieces import full, lengths, volume
 from orbaxkit.planning import expressions as ex
 from orbaxkit.planning.nodes import (
     Affine,
@@ -42,7 +40,7 @@ def restrict(expr: Expr, spans: Spans) -> Expr:
             return _again(expr, restrict(x, inner))
         case Reshape(x, _):
             ((x, inner),) = pull_back(expr, spans)
-            is_exact = math.prod(lengths(inner)) == math.prod(lengths(spans))
+            is_exact = volume(inner) == volume(spans)
             return ex.reshape(restrict(x, inner), lengths(spans)) if is_exact else _cut(expr, spans)
         case MergeLora():
             return _restrict_lora(expr, spans)
@@ -74,8 +72,3 @@ def _cut(expr: Expr, spans: Spans) -> Expr:
     for axis, (start, stop) in enumerate(spans):
         expr = ex.slice_(expr, axis, start, stop)
     return expr
-
-
-def gathered_parts(expr: Expr) -> list[Expr]:
-    """The largest parts of an expression that are read without a computation."""
-    return [expr] if is_gathered(expr) else [part for x in expr.children for part in gathered_parts(x)]

@@ -3,19 +3,17 @@
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 
 import numpy as np
 
-from orbaxkit.execute.gather import Allocate, Gather
-from orbaxkit.execute.pieces import full, is_gathered, lengths
+from orbaxkit.execute.gather import Allocate, on_host
+from orbaxkit.execute.pieces import full, gathered_parts, is_gathered, volume
 from orbaxkit.execute.reading import ALIGNMENT, aligned_empty
-from orbaxkit.execute.restricting import gathered_parts, restrict
+from orbaxkit.execute.restricting import restrict
 from orbaxkit.execute.sequential import LARGE_BYTES, find_run
 from orbaxkit.formats import Source, part_of
 from orbaxkit.formats.items import stored
-from orbaxkit.planning import Expr, fold
-from orbaxkit.planning.host import step as host_step
+from orbaxkit.planning import Expr
 from orbaxkit.planning.nodes import Affine, Cast, Index, Read, Slice
 from orbaxkit.planning.regions import Spans, needed
 from orbaxkit.specs import LeafSpec
@@ -73,20 +71,7 @@ class Arena:
 
 def evaluate(windows: Sequence[Window], source: Source, allocate: Allocate = aligned_empty) -> list[np.ndarray]:
     """The boxes of the windows, each chunk that they need decoded once; PRNG keys with the axis of their words."""
-    gather = Gather(source, allocate)
-    exprs = [restrict(window.expr, window.box) for window in windows]
-    done: dict[int, np.ndarray] = {}
-    for expr in exprs:
-        for part in gathered_parts(expr):
-            if id(part) not in done:
-                done[id(part)] = np.empty(0)
-                gather.want(part, full(part.shape), partial(done.__setitem__, id(part)))
-    gather.run()
-    return [np.asarray(array) for array in fold(exprs, lambda node, xs: host_step(node, xs, _no_read), done)]
-
-
-def _no_read(leaf: Read) -> np.ndarray:
-    raise AssertionError(f"{leaf.name} is read by the gather")
+    return on_host([restrict(window.expr, window.box) for window in windows], source, allocate)
 
 
 def windows_of(name: str, expr: Expr, parts: Iterable[Spans], source: Source, most: int | None) -> Iterator[Window]:
@@ -112,14 +97,14 @@ def windows_of(name: str, expr: Expr, parts: Iterable[Spans], source: Source, mo
 def _largest(name: str, expr: Expr, parts: list[Spans], source: Source, limit: int) -> tuple[Window, int]:
     """The longest run of parts that fill a box within the limit; one part at least."""
     best, count = _window(name, expr, parts[:1], source), 1
-    size = _volume(parts[0])
+    size = volume(parts[0])
     box = parts[0]
     for k, part in enumerate(parts[1:], 2):
         box = tuple([(min(a, c), max(b, d)) for (a, b), (c, d) in zip(box, part, strict=True)])
-        size += _volume(part)
-        if _volume(box) * (expr.dtype.itemsize if expr.dtype else 1) > limit:
+        size += volume(part)
+        if volume(box) * (expr.dtype.itemsize if expr.dtype else 1) > limit:
             break
-        if size == _volume(box):
+        if size == volume(box):
             window = _window(name, expr, parts[:k], source)
             if window.cost > limit:
                 break
@@ -130,10 +115,6 @@ def _largest(name: str, expr: Expr, parts: list[Spans], source: Source, limit: i
 def _window(name: str, expr: Expr, parts: list[Spans], source: Source) -> Window:
     box = tuple([(min(a for a, _ in spans), max(b for _, b in spans)) for spans in zip(*parts, strict=True)])
     return Window(name, expr, box, tuple(parts), cost_of(expr, box, source))
-
-
-def _volume(spans: Spans) -> int:
-    return math.prod(lengths(spans))
 
 
 def cost_of(expr: Expr, box: Spans, source: Source) -> int:
@@ -147,7 +128,7 @@ def cost_of(expr: Expr, box: Spans, source: Source) -> int:
         itemsize = spec.dtype.itemsize if spec.dtype is not None else 1
         for region in regions:
             spans = tuple([(s.start, s.stop) for s in region])
-            total += 0 if _is_direct(part) else _volume(spans) * itemsize
+            total += 0 if _is_direct(part) else volume(spans) * itemsize
             total += _decoding_bytes(held, name, spec, spans)
     return own + total
 

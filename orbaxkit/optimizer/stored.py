@@ -69,7 +69,7 @@ class StoredState:
             if path[: len(around)] == around and path[: len(self.root)] != self.root
         ]
         inside = [(path, self.specs[name]) for name, path in self.specs.paths.items()]
-        found = table.find_params(Specs.of([*inside, *outside]), self.slots) if outside else None
+        found = table.mirrored_root(Specs.of([*inside, *outside]), self.slots) if outside else None
         if found is None and not any(slot.mirrors for slot in self.slots):  # nothing tells but a name beside it
             beside = (*_OUTSIDE, *self.root[:-1], "params")
             found = beside if any(path[: len(beside)] == beside for path, _ in outside) else None

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from orbaxkit.arguments import one_of
 from orbaxkit.errors import TransformError
 from orbaxkit.planning.nodes import (
     Affine,
@@ -148,9 +149,9 @@ def reshape(x: Expr, shape: Sequence[int]) -> Expr:
     return Reshape(x, shape)
 
 
-def cast(x: Expr, dtype: Any) -> Expr:
+def cast(x: Expr, to: Any) -> Expr:
     """The same values in another dtype. Refused for strings, empty nodes and PRNG keys, and from complex to real."""
-    dtype = dtype_of(dtype)
+    dtype = dtype_of(to)
     check_cast(x.element, dtype)
     if same_dtype(x.dtype, dtype):
         return x
@@ -179,8 +180,7 @@ def merge_lora(w: Expr, a: Expr, b: Expr, scale: int | float = 1.0, form: str = 
     `product`: `dW = a @ b` over the last two axes, per leading index. `summed_heads` (openpi's attn_vec_einsum, whose
     LoRA sums over heads twice): `dW[n, h, d] = sum_l a[n, h, l] * sum_m b[m, l, d]`, with any leading axes.
     """
-    if form not in LORA_FORMS:
-        raise TransformError(f"there is no LoRA form {form!r}", hint=f"one of {', '.join(LORA_FORMS)}")
+    one_of("form", form, LORA_FORMS)
     least = 2 if form == "product" else 3
     if len(w.shape) < least or not len(w.shape) == len(a.shape) == len(b.shape):
         raise TransformError(f"w {describe(w)}, a {describe(a)} and b {describe(b)} do not fit the form {form!r}")
@@ -250,8 +250,7 @@ def spec_of(x: Expr) -> LeafSpec:
     """The shape, dtype and kind of an expression."""
     e = x.element
     words = x.shape + e.words if e.words else None
-    empty = "empty" if e.kind == "empty" else None
-    return LeafSpec(x.shape, e.dtype, e.kind, stored_shape=words, key_impl=e.key_impl, empty=empty)
+    return LeafSpec(x.shape, e.dtype, e.kind, stored_shape=words, key_impl=e.key_impl)
 
 
 def _axis(x: Expr, axis: int) -> int:

@@ -13,7 +13,7 @@ from orbaxkit.planning import expressions as ex
 from orbaxkit.planning.mirrored import Refusal, mirrored_expression, without_values
 from orbaxkit.planning.nodes import Read, reads_of
 from orbaxkit.planning.plan import Output, Plan, Transform, compose
-from orbaxkit.slots import Slot, find_params, find_slots
+from orbaxkit.slots import Slot, find_slots, mirrored_root
 from orbaxkit.specs import Specs
 
 Problem = tuple[str, str]
@@ -74,7 +74,7 @@ def _changed(specs: Specs, transform: Transform, mirrors: list[Mirror]) -> Plan:
 def _mirrors(specs: Specs) -> tuple[KeyPath, list[Mirror]]:
     """Where the params are, and every field that mirrors them; none where the params are not in the tree."""
     slots = find_slots(specs)
-    base = find_params(specs, slots)
+    base = mirrored_root(specs, slots)
     return ((), []) if base is None else (base, list(_fields(specs, base, slots)))
 
 

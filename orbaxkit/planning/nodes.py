@@ -6,7 +6,7 @@ whose constructors simplify; the classes here only hold.
 """
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
@@ -116,10 +116,6 @@ def _seal(node: "Expr", shape: tuple[int, ...], element: Element, own: tuple, xs
         height=1 + max([x.height for x in xs], default=-1),
         _hash=hash((type(node).__name__, own, tuple([x._hash for x in xs]))),
     )
-
-
-def _derived() -> Any:
-    return field(init=False, repr=False)
 
 
 def _hash(self: "Expr") -> int:
@@ -305,11 +301,6 @@ def join_elements(xs: Iterable[Expr]) -> Element:
     first = xs[0].element
     kinds = {x.element.kind for x in xs}
     return first if len(kinds) == 1 and first.kind != "scalar" else replace(first, kind="array")
-
-
-def children(expr: Expr) -> tuple[Expr, ...]:
-    """The expressions this one is made of."""
-    return expr.children
 
 
 def fold(roots: Iterable[Expr], visit: Callable[[Expr, tuple[T, ...]], T], done: dict[int, T] | None = None) -> list[T]:

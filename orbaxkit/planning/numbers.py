@@ -9,6 +9,9 @@ import numpy as np
 from orbaxkit.errors import TransformError
 from orbaxkit.specs import DTYPES
 
+# jax halves these where its 64-bit types are switched off.
+WIDE = ("int64", "uint64", "float64", "complex128")
+
 
 def dtype_of(name: Any) -> np.dtype:
     """A dtype by name (`bfloat16`, `float8_e4m3fn`, …) or as given by numpy, ml_dtypes or jax."""

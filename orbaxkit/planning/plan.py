@@ -161,6 +161,11 @@ class Plan:
 def compose(first: Plan, second: Plan) -> Plan:
     """One plan that does what two do in turn; the second reads the first one's outputs by name."""
 
+    lacking = [name for name in second.reads if name not in first.outputs]
+    if lacking:
+        problems = [(name, "is read by the second plan and not made by the first") for name in lacking]
+        raise TransformError("these plans do not follow each other", leaves=problems)
+
     def replacement(read: Read) -> Expr:
         return read if read.source is not None else first.outputs[read.name].expr
 
@@ -174,12 +179,11 @@ def compose(first: Plan, second: Plan) -> Plan:
 Transform = Callable[[Plan], Plan]
 
 
-def make_plan(source: Any, *transforms: Transform) -> Plan:
-    """Plan transforms, in order, on a checkpoint or its specs; nothing is read.
+def make_plan(specs: Specs, *transforms: Transform) -> Plan:
+    """Plan transforms, in order, on what is known of a source.
 
     What a transform does to params it does to their optimizer slots too (`planning.mirrors`).
     """
-    specs = source if isinstance(source, Specs) else source.specs
     plan = Plan.identity(specs)
     from orbaxkit.planning.mirrors import apply_transform
 

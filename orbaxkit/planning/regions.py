@@ -26,11 +26,6 @@ Span = tuple[int, int]
 Spans = tuple[Span, ...]
 
 
-def whole(shape: Iterable[int]) -> Region:
-    """The region that is all of an array."""
-    return tuple([slice(0, size) for size in shape])
-
-
 def needed(roots: Iterable[Expr]) -> dict[tuple[Foreign | None, str], list[Region]]:
     """The distinct regions of each leaf that the expressions read, in the stored array's coordinates."""
     found: dict[tuple[Foreign | None, str], dict[Spans, None]] = {}

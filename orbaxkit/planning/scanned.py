@@ -49,11 +49,12 @@ def candidates_text(candidates: Iterable[tuple[int, int]]) -> str:
 
 
 def find_scanned(specs: Specs) -> list[Scanned]:
-    """The outermost subtrees whose leaves share a layer axis, by the rule by which `unstack` infers it.
+    """The outermost subtrees whose leaves share a layer axis; candidates are those that `unstack` chooses from.
 
-    Shapes alone cannot tell a scanned subtree from layers that happen to agree, so only clear cases are reported:
-    arrays not all of one rank, each with an axis left once the layer axis is gone, two layers or more, and of two
-    arrays alone (a gated MLP: `[2, d, f]` and `[f, d]`) only those that agree on axis 0.
+    Of nodes around one and the same set of leaves the innermost is named. Shapes alone cannot tell a scanned subtree
+    from layers that happen to agree, so only clear cases are reported: arrays not all of one rank, each with an axis
+    left once the layer axis is gone, two layers or more, and of two arrays alone (a gated MLP: `[2, d, f]` and
+    `[f, d]`) only those that agree on axis 0.
     """
     below: dict[KeyPath, list[LeafSpec]] = {}
     for name, spec in specs.leaves.items():
@@ -62,8 +63,9 @@ def find_scanned(specs: Specs) -> list[Scanned]:
             for k in range(1, len(path)):
                 below.setdefault(path[:k], []).append(spec)
     found: dict[KeyPath, Scanned] = {}
+    wrappers = {path[:-1] for path in below if len(below[path]) == len(below.get(path[:-1], ()))}
     for path in sorted(below, key=len):
-        if any(path[:k] in found for k in range(1, len(path))):
+        if any(path[:k] in found for k in range(1, len(path))) or path in wrappers:
             continue
         candidates = _clear_candidates(below[path])
         if candidates:
@@ -75,5 +77,7 @@ def _clear_candidates(specs: list[LeafSpec]) -> tuple[tuple[int, int], ...]:
     ranks = {len(spec.shape) for spec in specs if spec.dtype is None or spec.dtype.kind not in "biu"}
     if len(ranks) < 2 or min(ranks) < 2:
         return ()
-    found = tuple((axis, size) for axis, size in axis_candidates(spec.shape for spec in specs) if size > 1)
-    return found if len(specs) > 2 or (found and found[0][0] == 0) else ()
+    found = axis_candidates(spec.shape for spec in specs)
+    if all(size < 2 for _, size in found):
+        return ()
+    return found if len(specs) > 2 or found[0][0] == 0 else ()

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
+from orbaxkit.arguments import one_of
 from orbaxkit.errors import TargetError
 from orbaxkit.paths import format_path
 from orbaxkit.specs import LeafSpec, Specs
@@ -19,14 +20,9 @@ class Leniency:
     on_shape_mismatch: Literal["error", "keep"] = "error"
 
     def __post_init__(self) -> None:
-        allowed = {
-            "on_missing": ("error", "keep"),
-            "on_unexpected": ("error", "ignore"),
-            "on_shape_mismatch": ("error", "keep"),
-        }
-        for name, values in allowed.items():
-            if getattr(self, name) not in values:
-                raise TargetError(f"{name}={getattr(self, name)!r}", hint=f"one of {', '.join(map(repr, values))}")
+        one_of("on_missing", self.on_missing, ("error", "keep"), TargetError)
+        one_of("on_unexpected", self.on_unexpected, ("error", "ignore"), TargetError)
+        one_of("on_shape_mismatch", self.on_shape_mismatch, ("error", "keep"), TargetError)
 
 
 @dataclass(frozen=True)

@@ -26,10 +26,8 @@ from orbaxkit.planning.nodes import (
     fold,
     reads_of,
 )
-from orbaxkit.planning.numbers import is_checked_cast, is_exact_cast
+from orbaxkit.planning.numbers import WIDE, is_checked_cast, is_exact_cast
 from orbaxkit.planning.plan import Plan
-
-WIDE = ("int64", "uint64", "float64", "complex128")
 
 
 def as_function(plan: Plan) -> Callable[[Mapping[str, Any]], dict[str, Any]]:

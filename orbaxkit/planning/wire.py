@@ -1,5 +1,6 @@
 """Plans as JSON data and back: the source's specs, a table of nodes, and the outputs that point into it."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -83,13 +84,18 @@ def _node_to_json(node: Expr, xs: tuple[int, ...]) -> dict[str, Any]:
     if isinstance(node, Read):
         return {"op": kind, "name": node.name}
     if isinstance(node, Fill):
-        return {"op": kind, "value": node.value, "shape": list(node.shape), "element": _element_to_json(node.element)}
+        value = node.value if _is_finite(node.value) else str(node.value)  # JSON has no NaN
+        return {"op": kind, "value": value, "shape": list(node.shape), "element": _element_to_json(node.element)}
     own = {
         entry.name: _plain(getattr(node, entry.name))
         for entry in fields(node)
         if entry.name not in ("x", "xs", "w", "a", "b")
     }
     return {"op": kind, "of": list(xs), **own}
+
+
+def _is_finite(value: Any) -> bool:
+    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _plain(value: Any) -> Any:
@@ -108,10 +114,12 @@ def _node_from_json(entry: Mapping[str, Any], nodes: list[Expr], source: Specs) 
     if kind == "Read":
         return ex.read(own["name"], source[own["name"]])
     if kind == "Fill":
-        return ex.fill(own["value"], tuple(own["shape"]), _element_from_json(own["element"]))
+        element, value = _element_from_json(own["element"]), own["value"]
+        is_number = element.is_numeric and isinstance(value, str)
+        return ex.fill(float(value) if is_number else value, tuple(own["shape"]), element)
     verb = getattr(ex, {"MergeLora": "merge_lora", "Slice": "slice_"}.get(kind, kind.lower()))
     args = (xs,) if kind in ("Stack", "Concat") else xs
-    return verb(*args, *own.values())
+    return verb(*args, **own)
 
 
 def _earlier(k: int, nodes: list[Expr]) -> int:

@@ -4,6 +4,7 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar
 
+from orbaxkit.arguments import whole
 from orbaxkit.errors import NotInvertibleError
 from orbaxkit.paths import Pattern, compile_pattern
 from orbaxkit.planning import expressions as ex
@@ -39,4 +40,4 @@ def unreplicate(pattern: "str | re.Pattern[str]", *, axis: int = 0) -> Unreplica
 
     That the copies are equal, bit for bit, is checked when they are read; TransformError names the first that differs.
     """
-    return Unreplicate(compile_pattern(pattern), axis)
+    return Unreplicate(compile_pattern(pattern), whole("axis", axis))

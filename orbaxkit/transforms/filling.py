@@ -1,5 +1,6 @@
 """fill: leaves from elsewhere, or constants."""
 
+import cmath
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -7,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from orbaxkit.arguments import wholes
 from orbaxkit.errors import NotInvertibleError, TransformError
 from orbaxkit.paths import KeyPath, Pattern, compile_pattern, format_path, parse_path
 from orbaxkit.planning import expressions as ex
@@ -142,7 +144,7 @@ def fill(
         compile_pattern(pattern),
         value,
         under,
-        None if shape is None else tuple(shape),
+        None if shape is None else wholes("shape", shape, least=0),
         None if dtype is None else dtype_of(dtype),
     )
 
@@ -192,11 +194,20 @@ def _misfit(value: Any, expr: Expr) -> str | None:
         return f"is {ex.describe(expr)}"
     if isinstance(value, str) or element.dtype is None:
         return None
-    kind = category(element.dtype)
-    if isinstance(value, complex) and kind != "complex":
+    if isinstance(value, complex) and category(element.dtype) != "complex":
         return f"is {ex.describe(expr)}, the value is complex"
-    if kind not in ("int", "bool"):
-        return None
-    low, high = int_range(element.dtype)
-    fits = value == value and low <= value <= high and value == int(value)
-    return None if fits else f"is {ex.describe(expr)}, which cannot hold the value"
+    return None if _holds(element.dtype, value) else f"is {ex.describe(expr)}, which cannot hold the value"
+
+
+def _holds(dtype: np.dtype, value: bool | int | float | complex) -> bool:
+    """Whether a number survives in a dtype: integers exactly, others up to rounding."""
+    if category(dtype) in ("int", "bool"):
+        low, high = int_range(dtype)
+        return value == value and low <= value <= high and value == int(value)  # type: ignore[arg-type, operator]
+    with np.errstate(over="ignore"):
+        held = complex(np.asarray(value).astype(dtype).astype(np.complex128))
+    if isinstance(value, int):
+        return held == value
+    if not cmath.isfinite(value):
+        return held == value or (cmath.isnan(held) and cmath.isnan(value))
+    return abs(held - value) <= abs(value) / 2  # neither overflow, nor underflow, nor the largest value instead

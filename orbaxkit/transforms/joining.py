@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from orbaxkit.arguments import whole, wholes
 from orbaxkit.errors import NotInvertibleError, TransformError
 from orbaxkit.paths import KeyPath, Pattern, check_template, compile_pattern, expand, format_path
 from orbaxkit.planning import expressions as ex
@@ -21,7 +22,7 @@ from orbaxkit.transforms.rules import (
     refuse,
     rule_to_json,
 )
-from orbaxkit.transforms.subtrees import fill_template, pattern_segments
+from orbaxkit.transforms.subtrees import fill_template, name_template, pattern_segments, without_last
 
 
 @dataclass(frozen=True, repr=False)
@@ -54,7 +55,7 @@ class Split:
                 problems.append((name, reason(error)))
                 continue
             heads = [
-                output.path[: len(output.path) - self.levels] + fill_template(template, found[name])
+                without_last(output.path, self.levels, self) + fill_template(template, found[name])
                 for template in self.into
             ]
             items += [(head, part, name) for head, part in zip(heads, parts, strict=True)]
@@ -117,7 +118,7 @@ class Concat:
             problems += [(other, f"is missing beside {name}") for other in lacking]
             if not lacking:
                 used.update(names)
-                target = output.path[: len(output.path) - self.levels] + fill_template(self.into, match)
+                target = without_last(output.path, self.levels, self) + fill_template(self.into, match)
                 self._join(target, name, [plan.outputs[n] for n in names], joined, problems)
         problems += self._left_over(plan, used)
         refuse(problems, self, "these leaves cannot be joined")
@@ -186,15 +187,12 @@ def split(
     `split("**/qkv/kernel", into=["q/kernel", "k/kernel", "v/kernel"], axis=-1, levels=2)`.
     """
     into = _names(into, "split")
-    if sizes is not None and (len(sizes) != len(into) or any(size < 0 for size in sizes)):
-        raise TransformError(f"split needs one size for each of {len(into)} names, not {list(sizes)}")
-    return Split(
-        compile_pattern(pattern),
-        tuple(map(compile_pattern, into)),
-        axis,
-        None if sizes is None else tuple(sizes),
-        levels,
-    )
+    parts = None if sizes is None else wholes("sizes", sizes, least=0)
+    if parts is not None and len(parts) != len(into):
+        raise TransformError(f"split needs one size for each of {len(into)} names, not {list(parts)}")
+    compiled = compile_pattern(pattern)
+    templates = tuple([name_template(name, compiled, "into") for name in into])
+    return Split(compiled, templates, whole("axis", axis), parts, whole("levels", levels, least=1))
 
 
 def concat(
@@ -216,7 +214,13 @@ def concat(
     compiled = tuple(compile_pattern(pattern) for pattern in patterns)
     for template in compiled[1:]:
         check_template(template, compiled[0])
-    return Concat(compiled, compile_pattern(into), axis, None if sizes is None else tuple(sizes), levels)
+    return Concat(
+        compiled,
+        name_template(into, compiled[0], "into"),
+        whole("axis", axis),
+        None if sizes is None else wholes("sizes", sizes, least=0),
+        whole("levels", levels, least=1),
+    )
 
 
 def _names(into: Iterable[str], verb: str) -> list[str]:

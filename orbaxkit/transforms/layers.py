@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from orbaxkit.arguments import whole
 from orbaxkit.errors import NotInvertibleError, TransformError
 from orbaxkit.paths import KeyPath, Pattern, compile_pattern, format_path, is_index
 from orbaxkit.planning import expressions as ex
@@ -30,6 +31,7 @@ from orbaxkit.transforms.subtrees import (
     find_subtrees,
     index_template,
     pattern_segments,
+    without_last,
 )
 
 
@@ -58,7 +60,7 @@ class Unstack:
         return plan.with_outputs(replaced(plan, subtrees, made, self))
 
     def _layers(self, plan: Plan, subtree: Subtree, axes: Mapping[KeyPath, tuple[int, int] | None]) -> Iterator[Item]:
-        parent = subtree.path[: len(subtree.path) - self.levels]
+        parent = without_last(subtree.path, self.levels, self)
         count = next((found[1] for rest in subtree.leaves if (found := axes[subtree.path + rest])), None)
         if not count:
             problem = (format_path(subtree.path), "has no layers" if count == 0 else "holds no arrays")
@@ -161,7 +163,7 @@ class Stack:
         return plan.with_outputs(replaced(plan, subtrees, made, self))
 
     def _target(self, subtree: Subtree) -> KeyPath:
-        return subtree.path[: len(subtree.path) - self.levels] + fill_template(self.into, subtree.match)
+        return without_last(subtree.path, self.levels, self) + fill_template(self.into, subtree.match)
 
     def _stacked(self, target: KeyPath, layers: list[Subtree], problems: list[Problem]) -> Iterator[Item]:
         period = self.period or 1
@@ -188,7 +190,7 @@ class Stack:
                 problems.append((format_path(path), reason(error)))
         for number, layer in enumerate(layers[whole:]):
             assert self.remainder is not None
-            head = layer.path[: len(layer.path) - self.levels] + _number_template(self.remainder, number)
+            head = without_last(layer.path, self.levels, self) + _number_template(self.remainder, number)
             yield from ((head + rest, o.expr, format_path(o.path)) for rest, o in layer.leaves.items())
 
     def inverse(self) -> Unstack:
@@ -241,7 +243,7 @@ def unstack(
         compile_axis(axis),
         None if block is None else index_template(block, None, "block")[0],
         None if remainder is None else index_template(remainder, None, "remainder")[0],
-        levels,
+        whole("levels", levels, least=1),
     )
 
 
@@ -274,7 +276,7 @@ def stack(
             f"the last segment of {compiled.text!r} must capture the layer's number",
             hint="stack('params/layers_{i}', into='layers')",
         )
-    if (block is None) != (period is None) or (period is not None and period < 1):
+    if (block is None) != (period is None):
         raise TransformError("block= and period= go together", hint="stack(..., block='layers_{j}', period=6)")
     return Stack(
         compiled,
@@ -282,8 +284,8 @@ def stack(
         compile_axis(axis),
         None if block is None else index_template(block, None, "block")[0],
         None if remainder is None else index_template(remainder, None, "remainder")[0],
-        period,
-        levels=_levels(compiled) if levels is None else levels,
+        None if period is None else whole("period", period, least=1),
+        levels=_levels(compiled) if levels is None else whole("levels", levels, least=1),
     )
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from orbaxkit.arguments import whole, wholes
 from orbaxkit.errors import NotInvertibleError, TransformError
 from orbaxkit.paths import Pattern, compile_pattern
 from orbaxkit.planning import expressions as ex
@@ -80,7 +81,7 @@ def transpose(pattern: "str | re.Pattern[str]", axes: Sequence[int] | None = Non
 
     A dense kernel `[in, out]` becomes a torch weight `[out, in]`; a conv kernel HWIO becomes OIHW with `(3, 2, 0, 1)`.
     """
-    return Transpose(compile_pattern(pattern), None if axes is None else tuple(axes))
+    return Transpose(compile_pattern(pattern), None if axes is None else wholes("axes", axes))
 
 
 def reshape(pattern: "str | re.Pattern[str]", shape: "Sequence[int] | str", **sizes: int) -> Reshape:
@@ -94,7 +95,9 @@ def reshape(pattern: "str | re.Pattern[str]", shape: "Sequence[int] | str", **si
     elif sizes:
         raise TransformError("named sizes go with an axis pattern", hint="reshape(pattern, 'd (n h) -> d n h', n=8)")
     return Reshape(
-        compile_pattern(pattern), shape if isinstance(shape, str) else tuple(shape), tuple(sorted(sizes.items()))
+        compile_pattern(pattern),
+        shape if isinstance(shape, str) else wholes("shape", shape, least=-1),
+        tuple(sorted((name, whole(name, size, least=0)) for name, size in sizes.items())),
     )
 
 

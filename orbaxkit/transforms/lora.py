@@ -4,9 +4,11 @@ import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+from orbaxkit.arguments import one_of
 from orbaxkit.errors import NotInvertibleError, TransformError
 from orbaxkit.paths import Pattern, check_template, compile_pattern, expand, format_path
 from orbaxkit.planning import expressions as ex
+from orbaxkit.planning.expressions import LORA_FORMS
 from orbaxkit.planning.plan import Output, Plan
 from orbaxkit.transforms.rules import Problem, arguments, call_text, find, no_match, reason, refuse, rule_to_json
 
@@ -89,6 +91,8 @@ def merge_lora(
             `dW[n, h, d] = sum_l A[n, h, l] * sum_m B[m, l, d]`; there `W + A @ B` is wrong.
         rest: LoRA leaves that the rule does not use are an error; "keep" leaves those of other rules to them.
     """
+    one_of("form", form, LORA_FORMS)
+    one_of("rest", rest, ("error", "keep"))
     pattern, left, right = (compile_pattern(text) for text in (w, a, b))
     for template in (left, right):
         check_template(template, pattern)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from orbaxkit.errors import NotInvertibleError, OrbaxkitError, TransformError
+from orbaxkit.errors import NotInvertibleError, TransformError
 from orbaxkit.paths import KeyPath, Pattern, check_template, compile_pattern, expand, format_path, parse_path
 from orbaxkit.planning.plan import Plan
 from orbaxkit.transforms.rules import assemble, call_text, no_match, refuse, rule_to_json
@@ -66,7 +66,7 @@ class Rename:
                 if not isinstance(text, str):
                     raise TypeError(f"it returned {text!r}")
                 moved[name] = _retyped(parse_path(text), output.path)
-            except (TypeError, AttributeError, ValueError, LookupError, OrbaxkitError) as error:
+            except Exception as error:  # the user's own code
                 problems.append((name, f"{type(error).__name__}: {error}"))
         refuse(
             problems, self, "the function gives no path for these leaves", "it takes a path's text and returns another"

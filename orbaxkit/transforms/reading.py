@@ -40,9 +40,11 @@ VERBS: Mapping[str, Callable[..., Any]] = {
 
 
 def from_json(data: Any) -> Transform:
-    """The transform that `to_json()` wrote: data only names our own verbs and their arguments.
+    """The transform that its `to_json()` wrote: data only names our own verbs and their arguments.
 
-    >>> from_json({"transform": "select", "args": ["params/**"], "options": {}})
+    Raises TransformError: the data is no transform.
+
+    >>> ok.from_json({"transform": "select", "args": ["params/**"], "options": {}})
     select('params/**')
     """
     verb = data.get("transform") if isinstance(data, Mapping) else None
@@ -61,6 +63,8 @@ def _value(value: Any) -> Any:
             return from_json(value)
         case {"regex": text, "flags": flags}:
             return re.compile(text, flags)
+        case {"float": text}:
+            return float(text)
         case {"mapping": pairs}:
             return {_value(key): _value(entry) for key, entry in pairs}
         case list():

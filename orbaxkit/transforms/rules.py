@@ -54,6 +54,8 @@ def _argument(value: Any) -> str:
             return f"re.compile({text!r})"
         case {"mapping": pairs}:
             return "{" + ", ".join(f"{_argument(k)}: {_argument(v)}" for k, v in pairs) + "}"
+        case {"float": text}:
+            return f"float({text!r})"
         case {"call": inner}:
             return str(inner)
         case list(items):
@@ -78,6 +80,8 @@ def as_plain(value: Any) -> Any:
             return as_plain(dict(value))
         case tuple() | list():
             return [as_plain(v) for v in value]
+        case float() if not math.isfinite(value):
+            return {"float": repr(value)}
         case _ if hasattr(value, "verb"):
             return {"call": value}
     return value
@@ -106,7 +110,7 @@ def _json_value(value: Any, rule: Any, problems: list[Problem]) -> Any:
         return {key: _json_value(entry, rule, problems) for key, entry in value.items()}
     if isinstance(value, list):
         return [_json_value(entry, rule, problems) for entry in value]
-    if value is None or isinstance(value, (str, bool, int)) or (isinstance(value, float) and math.isfinite(value)):
+    if value is None or isinstance(value, (str, bool, int, float)):
         return value
     name = getattr(value, "__qualname__", None)
     problems.append((rule.verb, f"holds the function {name}" if callable(value) and name else f"holds {value!r}"))

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from orbaxkit.arguments import whole
 from orbaxkit.errors import TransformError
 from orbaxkit.paths import KeyPath, Match, Pattern, Wildcard, compile_pattern, expand, format_path
 from orbaxkit.planning.plan import Output, Plan
@@ -61,6 +62,24 @@ def index_template(text: str, given: Pattern | None, what: str) -> tuple[Pattern
     return template, own[0]
 
 
+def name_template(text: str, given: Pattern, what: str) -> Pattern:
+    """A template that needs nothing but what `given` captures."""
+    template = compile_pattern(text)
+    unknown = [token for token in template.wildcards if token.name not in given.captures or not token.name]
+    if unknown:
+        token = f"{{{unknown[0].name}}}" if unknown[0].name else unknown[0].kind
+        raise TransformError(f"{what}={text!r} has a {token} that {given.text!r} does not capture")
+    return template
+
+
+def without_last(path: KeyPath, levels: int, rule: Any) -> KeyPath:
+    """A path without its last `levels` segments."""
+    if levels > len(path):
+        problem = f"has {len(path)} segments, levels={levels}"
+        raise TransformError("a path is too short", leaves=[(format_path(path), problem)], where=repr(rule))
+    return path[: len(path) - levels]
+
+
 def fill_template(template: Pattern, match: Match, **named: int) -> KeyPath:
     """A template with what the pattern captured and numbers of ours; a segment that is one number is an index."""
     return expand(template, Match((), {**match.named, **named}))
@@ -80,8 +99,8 @@ def _token_text(token: "str | Wildcard", count: int) -> str:
 def compile_axis(axis: "int | Mapping[Any, int] | None") -> Axis:
     """An axis for all leaves, or by pattern."""
     if isinstance(axis, Mapping):
-        return tuple((compile_pattern(pattern), int(a)) for pattern, a in axis.items())
-    return axis
+        return tuple((compile_pattern(pattern), whole("axis", a)) for pattern, a in axis.items())
+    return None if axis is None else whole("axis", axis)
 
 
 def axes_by_leaf(paths: Iterable[KeyPath], axis: Axis, rule: Any) -> dict[KeyPath, int | None]:

@@ -1,0 +1,44 @@
+"""Open anything that has leaves, and plan on it without reading them."""
+
+import os
+from typing import Any
+
+from orbaxkit._checkpoint import Checkpoint, open_checkpoint
+from orbaxkit.errors import OrbaxkitError
+from orbaxkit.formats import Source
+from orbaxkit.planning import Plan, Transform, make_plan
+from orbaxkit.specs import Specs
+
+
+def plan(source: Any, *transforms: Transform, step: int | None = None, item: str | None = None) -> Plan:
+    """Plan transforms, in order; nothing is read but metadata.
+
+    What a transform does to params, it does to their optimizer slots too.
+
+    Args:
+        source: a path, an opened checkpoint or its `specs`, a `CheckpointManager`, or a tree of arrays.
+
+    Raises:
+        CheckpointError: the source cannot be opened.
+        TransformError: a rule cannot be applied to these leaves.
+
+    >>> print(ok.plan("runs/pi0", ok.select("params/**")))  # doctest: +SKIP
+    """
+    specs = getattr(source, "specs", source)
+    if not isinstance(specs, Specs) or step is not None or item is not None:
+        specs = open_source(source, step, item)[1].specs
+    return make_plan(specs, *transforms)
+
+
+def open_source(source: Any, step: int | None = None, item: str | None = None) -> tuple[Any, Source, str | None]:
+    """A path or a tree, opened: what was opened, where its values come from, and its path if it has one."""
+    is_path = isinstance(source, (str, os.PathLike, Checkpoint))
+    if is_path or (hasattr(source, "directory") and hasattr(source, "latest_step")):
+        ckpt = open_checkpoint(source, step=step, item=item)
+        return ckpt, ckpt.source, ckpt.path
+    if step is not None or item is not None:
+        raise OrbaxkitError("step= and item= choose from a checkpoint; this is a tree in memory")
+    from orbaxkit.execute.memory import memory_source
+
+    held = memory_source(source)
+    return held, held, None
