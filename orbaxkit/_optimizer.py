@@ -54,7 +54,7 @@ def rebuild_opt_state(
 
     >>> opt_state = ok.rebuild_opt_state("runs/pi0", tx)  # doctest: +SKIP
     """
-    ckpt = open_checkpoint(checkpoint)
+    ckpt = _open(checkpoint)
     state = stored_state(ckpt.specs, at, ckpt.path)
     if tx is None:
         made, guesses = infer(state, assume, _makers(state))
@@ -102,7 +102,7 @@ def migrate_opt_state(
 
     >>> opt_state = ok.migrate_opt_state("runs/pi0", optax.lion(1e-4))  # doctest: +SKIP
     """
-    ckpt = open_checkpoint(checkpoint)
+    ckpt = _open(checkpoint)
     state = stored_state(ckpt.specs, at, ckpt.path)
     known = params_of(state, _params_root(state)) if params is None else params
     schema = abstract_state(tx, known)
@@ -186,7 +186,7 @@ def reset_optimizer(
 
     >>> state = ok.reset_optimizer("runs/pi0", tx, target=state, keep=("step", "schedule"))  # doctest: +SKIP
     """
-    ckpt = open_checkpoint(checkpoint)
+    ckpt = _open(checkpoint)
     frame = frame_of(ckpt.specs, tx, target, _find_params, at, ckpt.path)
     choice = Choice(words_of(keep), None if only is None else words_of(only))
     reset = plan_reset(ckpt.specs, frame, choice, on_missing == "keep", on_shape_mismatch == "keep", at, ckpt.path)
@@ -200,6 +200,15 @@ def reset_optimizer(
     prefixed = {frame.name_of(name): value for name, value in fresh.items()}
     log.info("%s: optimizer reset: %d leaves of %d start again", ckpt.path, len(fresh), len(frame.places))
     return frame.target.rebuild(values | prefixed)
+
+
+def _open(checkpoint: Any) -> Checkpoint:
+    """Open a checkpoint that has arrays, not just their names and shapes."""
+    ckpt = open_checkpoint(checkpoint)
+    unknown = [(n, f"{s}: its dtype is not known") for n, s in ckpt.specs.items() if s.kind == "array" and not s.dtype]
+    if unknown:
+        raise CheckpointError("these leaves are described, but not here", leaves=unknown, where=ckpt.path)
+    return ckpt
 
 
 def _concrete(ckpt: Checkpoint, state: StoredState, params: Any) -> Any:

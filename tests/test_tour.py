@@ -2,11 +2,14 @@
 
 import json
 import re
+import warnings
 from pathlib import Path
 
 import pytest
 
-from orbaxkit._tour import STOPS, tour, write_example
+import orbaxkit as ok
+from orbaxkit._example import write_example
+from orbaxkit._tour import STOPS, tour
 
 
 @pytest.fixture(scope="module")
@@ -60,3 +63,16 @@ def test_without_a_path_nothing_stays_behind(tmp_path: Path, monkeypatch: pytest
     assert list(tour(progress=said.append))
     assert said
     assert not list(tmp_path.iterdir())
+
+
+GOLDEN = Path(__file__).parent / "golden"
+SOME = ("0.2.7/c_int", "0.4.8/a_flax_save_args", "0.11.20/f_typed_keys", "0.12.8/c_top_leaf", "pi05_train_state")
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_what_a_checkpoint_lacks_is_said_and_the_tour_goes_on(name: str):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ok.CheckpointWarning)
+        text = "\n".join(tour(GOLDEN / name))
+    assert f"{len(STOPS)}. {STOPS[-1].title}" in text
+    assert "NOT" not in text

@@ -69,11 +69,7 @@ def frame_of(
     """
     source = _params_beside(specs, at) or find_params(specs)
     if tree is None:
-        params = nest(
-            (strip_value(path[len(source) :]), describe(specs.leaves[name]))
-            for name, path in specs.paths.items()
-            if path[: len(source)] == source and specs.leaves[name].kind in ("array", "numpy", "key")
-        )
+        params = _all_params(specs, source, where)
         schema = abstract_state(tx, params)
         step = find_step(specs)
         whole = {"params": params, "opt_state": schema}
@@ -94,6 +90,17 @@ def frame_of(
     if not wanted:
         return _frame(tree, params, params_root, source, (), schema)
     raise _other_state(target, roots, wanted, where)
+
+
+def _all_params(specs: Specs, root: KeyPath, where: object) -> Any:
+    """The arrays below a node as params that are all trained."""
+    inside = {name: path[len(root) :] for name, path in specs.paths.items() if path[: len(root)] == root}
+    keys = [(name, f"is {specs[name]}") for name in inside if specs[name].kind == "key"]
+    if keys:
+        hint = "give the tree to fill, in which the optimizer has the params alone: target=…"
+        raise TargetError("PRNG keys among the params cannot be trained", leaves=keys, where=where, hint=hint)
+    arrays = [(strip_value(path), specs[name]) for name, path in inside.items()]
+    return nest((path, describe(spec)) for path, spec in arrays if spec.kind in ("array", "numpy"))
 
 
 def _frame(tree: Any, params: Any, params_root: KeyPath, source: KeyPath, root: KeyPath, schema: Any) -> Frame:
