@@ -127,3 +127,15 @@ def test_a_head_of_another_name_is_new_where_that_is_allowed(tmp_path: Path):
     fresh = dict_params(DICTS._replace(head="parity"), classes=2)
     restored = ok.restore_params(tmp_path / "run", target=fresh, on_missing="keep", on_unexpected="ignore")
     jax.tree.map(np.testing.assert_array_equal, restored, {"trunk": saved["trunk"], "parity": fresh["parity"]})
+
+
+def test_the_trunks_moments_go_on_where_only_the_head_starts_again(tmp_path: Path):
+    linen(tmp_path / "run")
+    fresh = linen_state(ADAM, classes=2, seed=1)
+    state = ok.reset_optimizer(tmp_path / "run", ADAM, target=fresh, only="params/head/**")
+    saved, (now, _) = ok.rebuild_opt_state(tmp_path / "run", ADAM)[0], state.opt_state
+    assert int(state.step) == int(now.count) == 20
+    for before, after, start in ((saved.mu, now.mu, fresh.opt_state[0].mu), (saved.nu, now.nu, fresh.opt_state[0].nu)):
+        jax.tree.map(np.testing.assert_array_equal, after, {"trunk": before["trunk"], "head": start["head"]})
+    x, y = batch(20)
+    assert np.isfinite(linen_step(state, x, y % 2)[1])

@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,10 @@ class Unscanned(nn.Module):
         return nn.Dense(10, name="head")(x)
 
 
+SCANNED, UNSCANNED = Scanned(), Unscanned()
+
+
+@cache
 def new_state(model: nn.Module) -> TrainState:
     params = jax.jit(model.init)(jax.random.key(0), digits()[0][:1])["params"]
     return jax.device_put(TrainState.create(apply_fn=model.apply, params=params, tx=TX), jax.devices()[0])
@@ -51,7 +56,7 @@ def new_state(model: nn.Module) -> TrainState:
 
 def linen(run: Path) -> tuple[TrainState, jax.Array, TrainState]:
     """The scanned state as trained, what the unscanned model serves, and its state to go on with."""
-    state = new_state(Scanned())
+    state = new_state(SCANNED)
     for i in range(10):
         state, _ = linen_step(state, *batch(i))
     with ocp.StandardCheckpointer() as checkpointer:
@@ -59,8 +64,8 @@ def linen(run: Path) -> tuple[TrainState, jax.Array, TrainState]:
 
     unstack = ok.unstack("params/blocks", into="block_{i}", axis=0)
     served = ok.restore(run, ok.select("params/**"), unstack)
-    logits = Unscanned().apply(served, batch(99)[0])
-    return state, logits, ok.restore(run, unstack, target=new_state(Unscanned()))
+    logits = UNSCANNED.apply(served, batch(99)[0])
+    return state, logits, ok.restore(run, unstack, target=new_state(UNSCANNED))
 
 
 def by_hand(tree: Any) -> Any:
@@ -69,8 +74,14 @@ def by_hand(tree: Any) -> Any:
     return {name: leaf for name, leaf in tree.items() if name != "blocks"} | layers
 
 
-def test_linen_serves_and_trains_on(tmp_path: Path):
-    scanned, logits, state = linen(tmp_path / "run")
+@pytest.fixture(scope="module")
+def linen_run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    run = tmp_path_factory.mktemp("linen") / "run"
+    return run, linen(run)
+
+
+def test_linen_serves_and_trains_on(linen_run: tuple[Path, Any]):
+    scanned, logits, state = linen_run[1]
     np.testing.assert_allclose(logits, scanned.apply_fn({"params": scanned.params}, batch(99)[0]), atol=1e-5)
 
     clip, (adam, scale) = scanned.opt_state
@@ -220,11 +231,11 @@ def mirrors(run: tuple[Any, Any]) -> list[Any]:
 
 
 @pytest.mark.parametrize("keep", ["step", ("step", "adam")])
-def test_an_unscanned_checkpoint_on_disk_resets_or_goes_on(tmp_path: Path, keep: Any):
+def test_an_unscanned_checkpoint_on_disk_resets_or_goes_on(tmp_path: Path, linen_run: tuple[Path, Any], keep: Any):
     """Converted once, the checkpoint is one of the unscanned model."""
-    scanned, _, state = linen(tmp_path / "run")
-    ok.convert(tmp_path / "run", tmp_path / "unscanned", ok.unstack("params/blocks", into="block_{i}", axis=0))
-    reset = ok.reset_optimizer(tmp_path / "unscanned", TX, target=new_state(Unscanned()), keep=keep)
+    run, (scanned, _, state) = linen_run
+    ok.convert(run, tmp_path / "unscanned", ok.unstack("params/blocks", into="block_{i}", axis=0))
+    reset = ok.reset_optimizer(tmp_path / "unscanned", TX, target=new_state(UNSCANNED), keep=keep)
     opt_state = TX.init(state.params) if keep == "step" else state.opt_state
-    chex.assert_trees_all_equal(reset, state.replace(opt_state=opt_state, apply_fn=reset.apply_fn))
+    chex.assert_trees_all_equal(reset, state.replace(opt_state=opt_state))
     assert int(reset.step) == int(scanned.step) == 10
