@@ -21,6 +21,7 @@ if TYPE_CHECKING:
         TransformError,
     )
     from orbaxkit.planning import Plan
+    from orbaxkit.recipes import recipe
     from orbaxkit.specs import LeafSpec, Specs
     from orbaxkit.transforms import (
         affine,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         fill,
         from_json,
         merge_lora,
+        place_rows,
         rename,
         reshape,
         select,
@@ -68,8 +70,10 @@ __all__ = [
     "merge_lora",
     "migrate_opt_state",
     "open",
+    "place_rows",
     "plan",
     "rebuild_opt_state",
+    "recipe",
     "rename",
     "reset_optimizer",
     "reshape",
@@ -103,6 +107,7 @@ _HOMES = {
         "TransformError",
     ),
     "planning": ("Plan",),
+    "recipes": ("recipe",),
     "specs": ("LeafSpec", "Specs"),
 }
 # Names that are spelled otherwise at home, where they would hide a builtin.

@@ -48,8 +48,10 @@ def mirrored_expression(plain: Expr, sources: Sources, layout: str) -> Expr:
     raise Refusal("one value for each param cannot be cut or joined")
 
 
-def without_values(expr: Expr, role: str) -> Expr:
+def without_values(expr: Expr, role: str, initial: str) -> Expr:
     """The layout alone: moments are not cast with their params; a shift leaves them, a scale would change them.
+
+    Beside constants, which are new params, there are moments where these begin at zero.
 
     Raises Refusal for what has no moments.
     """
@@ -58,7 +60,9 @@ def without_values(expr: Expr, role: str) -> Expr:
         if isinstance(node, MergeLora):
             raise Refusal("a merged weight has no moments of its own")
         if isinstance(node, Fill):
-            raise Refusal("joined with a constant, for which there are no moments")
+            if initial != "zero":
+                raise Refusal("joined with a constant, for which there are no moments")
+            return ex.fill(0, node.shape, node.element)
         if isinstance(node, Cast):
             return xs[0]
         if isinstance(node, Affine) and role != "params-like":
@@ -77,6 +81,8 @@ def _repeat(node: Expr, xs: Sequence[Expr], sources: Sources) -> Expr:
         if leaf.shape != shape:
             raise Refusal(f"has the shape {list(leaf.shape)}, its param {list(shape)}")
         return leaf
+    if isinstance(node, Fill):
+        return ex.fill(0, node.shape, next(iter(sources.values()))[1].element)
     return ex.rebuild(node, xs)
 
 

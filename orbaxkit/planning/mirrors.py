@@ -17,8 +17,8 @@ from orbaxkit.slots import Slot, find_slots, mirrored_root
 from orbaxkit.specs import Specs
 
 Problem = tuple[str, str]
-# These touch what they match and nothing else.
-_LITERAL = {"select", "cast", "fill"}
+# These touch what they match and nothing else, or see to the slots themselves.
+_LITERAL = {"select", "cast", "fill", "recipe"}
 _REMEDY = 'drop the optimizer state first (ok.select("params/**")) and begin a fresh one: ok.reset_optimizer(ckpt, tx)'
 
 
@@ -36,6 +36,11 @@ class Mirror:
     def layout(self) -> str:
         """How the field's shapes follow the params'."""
         return self.slot.default.fields[self.field].layout
+
+    @property
+    def initial(self) -> str:
+        """What the field starts as."""
+        return self.slot.default.fields[self.field].initial
 
     @property
     def role(self) -> str:
@@ -95,7 +100,8 @@ def _fields(specs: Specs, base: KeyPath, slots: Iterable[Slot]) -> Iterator[Mirr
 def _followed(changed: Plan, transform: Transform, base: KeyPath, mirrors: list[Mirror]) -> Plan:
     """The changed plan in which each mirror had done to it what was done to its params."""
     made = _made_of_params(changed, base)
-    moved_base = _moved_base(changed.source, base, made)
+    mirrored = {param for mirror in mirrors for param in mirror.leaves}
+    moved_base = _moved_base(changed.source, base, made, mirrored)
     new: dict[str, list[Output]] = {}  # by the mirror's leaf whose place they take
     gone: set[str] = set()
     problems: list[Problem] = []
@@ -128,16 +134,16 @@ def _is_untouched(changed: Plan, name: str) -> bool:
     return output is not None and isinstance(output.expr, Read) and output.expr.name == name
 
 
-def _moved_base(specs: Specs, base: KeyPath, made: list[Output]) -> KeyPath:
-    """Where the params are now, where they only moved there all together; else where they were."""
-    outside = [output for output in made if output.path[: len(base)] != base]
-    heads = set()
-    for output in outside:
+def _moved_base(specs: Specs, base: KeyPath, made: list[Output], mirrored: set[str]) -> KeyPath:
+    """Where the params are now, where all that are mirrored only moved there together; else where they were."""
+    heads: dict[str, KeyPath] = {}
+    for output in made:
         if isinstance(output.expr, Read):
             rest = specs.paths[output.expr.name][len(base) :]
             if rest and output.path[-len(rest) :] == rest:
-                heads.add(output.path[: -len(rest)])
-    return heads.pop() if outside and len(outside) == len(made) and len(heads) == 1 else base
+                heads[output.expr.name] = output.path[: -len(rest)]
+    moved = set(heads.values())
+    return moved.pop() if len(moved) == 1 and mirrored <= set(heads) else base
 
 
 def _orphans(changed: Plan, transform: Transform, own: Mapping[str, str]) -> Iterator[Problem]:
@@ -164,7 +170,7 @@ def _follow(
     if not names:
         return
     try:
-        plain = without_values(output.expr, mirror.role)
+        plain = without_values(output.expr, mirror.role, mirror.initial)
     except Refusal as refusal:
         problems.append((names[0], str(refusal)))
         return

@@ -14,5 +14,6 @@ from orbaxkit.transforms.layout import transpose as transpose
 from orbaxkit.transforms.lora import merge_lora as merge_lora
 from orbaxkit.transforms.naming import rename as rename
 from orbaxkit.transforms.reading import from_json as from_json
+from orbaxkit.transforms.rows import place_rows as place_rows
 from orbaxkit.transforms.values import affine as affine
 from orbaxkit.transforms.values import cast as cast

@@ -1,0 +1,118 @@
+"""BERT: google-research/bert's TensorFlow variables, the nested names of Flax, and those of Hugging Face's torch model.
+
+Facts from `modeling.py` and `optimization.py` of google-research/bert, and from transformers' BERT: TensorFlow and Flax
+keep dense kernels `[in, out]`, torch `[out, in]`; `cls/seq_relationship/output_weights` is `[2, hidden]` in both of the
+outer two; torch and Flax tie the decoder to the word embeddings and write it once.
+"""
+
+from collections.abc import Iterator
+
+from orbaxkit.errors import TransformError
+from orbaxkit.paths import KeyPath, format_path
+from orbaxkit.planning.plan import Plan, Transform
+from orbaxkit.recipes.recipe import Recipe, Row
+from orbaxkit.slots import Slot, find_slots
+from orbaxkit.transforms import cast, rename
+
+_LAYER = "bert/encoder/layer_{i}"
+_NUMBERED = "bert/encoder/layer/{i}"
+_TIED = "is tied to the word embeddings, which are enough: leave it out with ok.drop"
+_HINTS = {
+    "cls/predictions/decoder": _TIED,
+    "position_ids": "is a buffer, not a parameter: leave it out with ok.drop",
+    "adam_": "is a slot of a variable that is not here",
+}
+# AdamWeightDecayOptimizer's slots, and where optax has them.
+_SLOTS = {"adam_m": "mu", "adam_v": "nu"}
+_STATE = "opt_state/0"
+
+
+def bert() -> Recipe:
+    """TensorFlow's variables <-> `params` with Flax's names, and Adam's slots <-> an optax state.
+
+    `adam_m` becomes `mu`, `adam_v` becomes `nu`, and `global_step` the state's `count`. BERT's Adam corrects no bias;
+    optax's corrects by `1 - b ** count`, which is 1 after some ten thousand steps.
+    """
+    return Recipe(
+        "bert",
+        "BERT's TensorFlow variables",
+        "BERT's Flax params",
+        tuple(_rows("kernel", "scale", "embedding", "", "o i -> i o")),
+        goal_root="params",
+        arrive=_slots_of_tensorflow,
+        leave=_slots_for_tensorflow,
+        hints=_HINTS,
+    )
+
+
+def bert_hf() -> Recipe:
+    """TensorFlow's variables <-> the tensors of transformers' `BertForPreTraining`."""
+    return Recipe(
+        "bert_hf",
+        "BERT's TensorFlow variables",
+        "BERT's torch tensors",
+        tuple(_rows("weight", "weight", "weight", "i o -> o i", "")),
+        arrive=_slots_of_tensorflow,
+        leave=_slots_for_tensorflow,
+        hints=_HINTS,
+    )
+
+
+def _rows(kernel: str, scale: str, embedding: str, dense: str, next_sentence: str) -> Iterator[Row]:
+    """The rows of both recipes, which differ in what the last name is and how dense kernels lie."""
+
+    def norm(origin: str, goal: str, group: str = "") -> Iterator[Row]:
+        yield Row(f"{origin}/gamma", f"{goal}/{scale}", "", group)
+        yield Row(f"{origin}/beta", f"{goal}/bias", "", group)
+
+    def affine(origin: str, goal: str, group: str = "") -> Iterator[Row]:
+        yield Row(f"{origin}/kernel", f"{goal}/{kernel}", dense, group)
+        yield Row(f"{origin}/bias", f"{goal}/bias", "", group)
+
+    for name in ("word_embeddings", "position_embeddings", "token_type_embeddings"):
+        yield Row(f"bert/embeddings/{name}", f"bert/embeddings/{name}/{embedding}")
+    yield from norm("bert/embeddings/LayerNorm", "bert/embeddings/LayerNorm")
+    for part in ("attention/self/query", "attention/self/key", "attention/self/value"):
+        yield from affine(f"{_LAYER}/{part}", f"{_NUMBERED}/{part}")
+    for part in ("attention/output/dense", "intermediate/dense", "output/dense"):
+        yield from affine(f"{_LAYER}/{part}", f"{_NUMBERED}/{part}")
+    for part in ("attention/output/LayerNorm", "output/LayerNorm"):
+        yield from norm(f"{_LAYER}/{part}", f"{_NUMBERED}/{part}")
+    yield from affine("bert/pooler/dense", "bert/pooler/dense", "pooler")
+    masked, following = "masked language model", "next sentence"
+    yield from affine("cls/predictions/transform/dense", "cls/predictions/transform/dense", masked)
+    yield from norm("cls/predictions/transform/LayerNorm", "cls/predictions/transform/LayerNorm", masked)
+    yield Row("cls/predictions/output_bias", "cls/predictions/bias", "", masked)
+    yield Row("cls/seq_relationship/output_weights", f"cls/seq_relationship/{kernel}", next_sentence, following)
+    yield Row("cls/seq_relationship/output_bias", "cls/seq_relationship/bias", "", following)
+
+
+def _slots_of_tensorflow(plan: Plan, root: KeyPath) -> Iterator[Transform]:
+    """Slots lie beside their variables: to one optax state, in which they are where their params are."""
+    lasts = {output.path[-1] for output in plan.outputs.values()}
+    present = [slot for slot in _SLOTS if slot in lasts]
+    at = f"{format_path(root)}/" if root else ""
+    if present:
+        yield rename({f"{at}**/{slot}": f"{_STATE}/{_SLOTS[slot]}/**" for slot in present})
+    if "global_step" in plan.outputs:
+        step = f"{_STATE}/count" if present else "step"
+        yield rename({"global_step": step})
+        yield cast("int32", step)  # optax counts in int32; a step that does not fit is an error when it is read
+
+
+def _slots_for_tensorflow(plan: Plan, root: KeyPath) -> Iterator[Transform]:
+    states = [slot for slot in find_slots(plan.specs) if {"count", "mu", "nu"} <= set(slot.leaves)]
+    if len(states) > 1:
+        leaves = [(state.path, "holds count, mu and nu") for state in states]
+        raise TransformError("TensorFlow's BERT has one Adam", leaves=leaves, hint="drop the others first")
+    if states:
+        yield from _beside(states[0], f"{format_path(root)}/" if root else "")
+    elif "step" in plan.outputs:
+        yield rename({"step": "global_step"})
+        yield cast("int64", "global_step")
+
+
+def _beside(state: Slot, at: str) -> Iterator[Transform]:
+    yield rename({f"{state.path}/{field}/**": f"{at}**/{slot}" for slot, field in _SLOTS.items()})
+    yield rename({f"{state.path}/count": "global_step"})
+    yield cast("int64", "global_step")

@@ -1,0 +1,275 @@
+"""What a recipe is: rows that say which leaf becomes which, in what layout; checked leaf by leaf before it runs."""
+
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, ClassVar
+
+from orbaxkit.display.text import align
+from orbaxkit.errors import TransformError
+from orbaxkit.paths import KeyPath, Match, Pattern, compile_pattern, expand, format_path, is_index, nearest, parse_path
+from orbaxkit.planning.mirrors import apply_transform
+from orbaxkit.planning.plan import Plan, Transform
+from orbaxkit.slots import is_optimizer_name
+from orbaxkit.transforms import rename, reshape, unstack
+from orbaxkit.transforms.layout import parse_axes
+
+Problem = tuple[str, str]
+# Transforms that a plan needs, given the node that holds its params.
+Steps = Callable[[Plan, KeyPath], Iterable[Transform]]
+
+_CAPTURE = re.compile(r"\{\w+\}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One leaf, or one for each layer `{i}`: what it is called on both sides, and its axes where they move.
+
+    The rows of a `group` are there all or not at all; those without one always are.
+    """
+
+    origin: str
+    goal: str
+    layout: str = ""  # an axis pattern: "i o -> o i"
+    group: str = ""
+
+    def turned(self) -> "Row":
+        """The way back."""
+        left, arrow, right = self.layout.partition("->")
+        return Row(self.goal, self.origin, f"{right.strip()} -> {left.strip()}" if arrow else "", self.group)
+
+
+def no_steps(plan: Plan, root: KeyPath) -> Iterable[Transform]:
+    """What most recipes need beside their rows."""
+    return ()
+
+
+def no_sizes(plan: Plan, root: KeyPath) -> Mapping[str, int]:
+    """Where every merged axis goes unsplit."""
+    return {}
+
+
+@dataclass(frozen=True, repr=False)
+class Recipe:
+    """See `recipe`. Paths in `rows` and `unstacks` begin at the node that holds the params.
+
+    Where a recipe goes back, its rows are turned, and the rest stays as it was written for the way there.
+    """
+
+    name: str
+    origin: str
+    goal: str
+    rows: tuple[Row, ...]
+    origin_root: str = ""  # where the params lie in what the way back makes
+    goal_root: str = ""  # and in what the way there makes
+    unstacks: tuple[tuple[str, str], ...] = ()  # pattern and `into` of what is scanned, cut before the rows
+    arrive: Steps = no_steps  # before all else on the way there
+    leave: Steps = no_steps  # after all else on the way back
+    sizes: Callable[[Plan, KeyPath], Mapping[str, int]] = no_sizes  # of axes that rows split, by name
+    hints: Mapping[str, str] = field(default_factory=dict)  # for leaves without a row, by part of their path
+    options: Mapping[str, Any] = field(default_factory=dict)  # as they were given
+    part: Pattern | None = None  # the leaves that a slice is about
+    is_inverse: bool = False
+    verb: ClassVar[str] = "recipe"
+
+    def __call__(self, plan: Plan) -> Plan:
+        """Map every param; optimizer slots follow, and what is neither stays.
+
+        Raises TransformError: params that no row knows, rows whose leaf is missing, two leaves for one name.
+        """
+        at = parse_path(self.goal_root)
+        if not self.is_inverse:
+            plan = _applied(plan, self.arrive(plan, self._root(plan)))
+            plan = self._cut(self._moved(plan, self._root(plan), at), at)
+            return self._mapped(plan, at)
+        plan = self._mapped(self._moved(plan, self._root(plan), at), at)
+        plan = self._joined(plan, at)
+        return _applied(plan, self.leave(plan, at))
+
+    def inverse(self) -> "Recipe":
+        """The recipe for the way back."""
+        return replace(
+            self,
+            origin=self.goal,
+            goal=self.origin,
+            rows=tuple([row.turned() for row in self.rows]),
+            origin_root=self.goal_root,
+            goal_root=self.origin_root,
+            is_inverse=not self.is_inverse,
+        )
+
+    def __getitem__(self, pattern: str) -> "Recipe":
+        """A slice: the rows whose origin matches a pattern. Every other leaf stays as it is."""
+        part = compile_pattern(pattern)
+        rows = tuple([row for row in self.rows if part.match(_example(row.origin)) is not None])
+        if not rows:
+            known = [format_path(_example(row.origin)) for row in self.rows]
+            hint = f"nearest are {', '.join(nearest(pattern, known) or known[:3])}"
+            raise TransformError(f"{pattern!r} matches no row of {self!r}", hint=hint)
+        return replace(self, rows=rows, part=part)
+
+    def to_json(self) -> dict[str, Any]:
+        """Refused: a recipe goes by its name, and looks at the leaves; the plan that it makes can be written."""
+        hint = f"ok.plan(path, ok.recipe({self.name!r})).to_json()"
+        raise TransformError("a recipe is code, which JSON cannot hold", where=repr(self), hint=hint)
+
+    def __repr__(self) -> str:
+        part = "" if self.part is None else f"[{self.part.text!r}]"
+        options = "".join([f", {name}={value!r}" for name, value in self.options.items()])
+        return f"recipe({self.name!r}{options}){'.inverse()' if self.is_inverse else ''}{part}"
+
+    def __str__(self) -> str:
+        rows = [(row.origin, "->", row.goal, row.layout, row.group) for row in self.rows]
+        return "\n".join([f"{self.origin} -> {self.goal}", *align(rows, [False] * 5)])
+
+    def _firsts(self) -> set[str]:
+        return {row.origin.split("/")[0] for row in self.rows}
+
+    def _root(self, plan: Plan) -> KeyPath:
+        """The node that holds the params: where the first names of the rows are."""
+        firsts = self._firsts()
+        roots: dict[KeyPath, str] = {}
+        for name, output in plan.outputs.items():
+            depth = next((k for k, segment in enumerate(output.path) if str(segment) in firsts), None)
+            if depth is not None and not any(is_optimizer_name(segment) for segment in output.path[:depth]):
+                roots.setdefault(output.path[:depth], name)
+        if len(roots) == 1:
+            return next(iter(roots))
+        if roots:
+            leaves = [(format_path(root), f"holds {name}") for root, name in roots.items()]
+            hint = f"choose one first: ok.select({format_path((*next(iter(roots)), '**'))!r})"
+            raise TransformError(f"several nodes hold params of {self.origin}", leaves=leaves, hint=hint)
+        hint = f"the names begin with {', '.join(sorted(firsts))}"
+        if self._is_other_side(plan):
+            hint = f"it looks like {self.goal}: {self.inverse()!r}"
+        raise TransformError(f"this holds no params of {self.origin}", where=repr(self), hint=hint)
+
+    def _is_other_side(self, plan: Plan) -> bool:
+        others = {row.goal.split("/")[0] for row in self.rows} - self._firsts()
+        return any(str(segment) in others for output in plan.outputs.values() for segment in output.path)
+
+    def _moved(self, plan: Plan, root: KeyPath, at: KeyPath) -> Plan:
+        if root == at:
+            return plan
+        present = {output.path[len(root)] for output in plan.outputs.values() if output.path[: len(root)] == root}
+        firsts = [first for first in present if str(first) in self._firsts()]
+        rules: dict[Any, str] = {
+            f"{format_path((*root, first))}/**": f"{format_path((*at, first))}/**" for first in firsts
+        }
+        return apply_transform(rename(rules), plan)
+
+    def _cut(self, plan: Plan, root: KeyPath) -> Plan:
+        """What is scanned as one leaf per layer."""
+        for rule in self._unstacks(root):
+            if _matches_any(plan, rule.pattern):
+                plan = apply_transform(rule, plan)
+        return plan
+
+    def _joined(self, plan: Plan, root: KeyPath) -> Plan:
+        for rule in reversed([rule.inverse() for rule in self._unstacks(root)]):
+            if _matches_any(plan, rule.pattern):
+                plan = apply_transform(rule, plan)
+        return plan
+
+    def _unstacks(self, root: KeyPath) -> list[Any]:
+        """Those that rows at hand are about."""
+        names = [_example(row.goal if self.is_inverse else row.origin) for row in self.rows]
+        rules = []
+        for pattern, into in self.unstacks:
+            cut = _example("/".join([*pattern.split("/")[:-1], into]))
+            if any(name[: len(cut)] == cut for name in names):
+                rules.append(unstack(_below(root, pattern), into=into, axis=0))
+        return rules
+
+    def _mapped(self, plan: Plan, root: KeyPath) -> Plan:
+        """Lay out and rename each param by its row."""
+        found = self._assigned(plan, root)
+        sizes = self.sizes(plan, root)
+        for row in dict.fromkeys(row for row, _ in found.values() if row.layout):
+            split = {name for group in parse_axes(row.layout)[0] if len(group) > 1 for name in group}
+            own = {name: size for name, size in sizes.items() if name in split}
+            plan = apply_transform(reshape(_below(root, row.origin), row.layout, **own), plan)
+        goals = {
+            name: format_path((*root, *expand(compile_pattern(row.goal), match)))
+            for name, (row, match) in found.items()
+        }
+        return apply_transform(rename(lambda name: goals.get(name, name)), plan)
+
+    def _assigned(self, plan: Plan, root: KeyPath) -> dict[str, tuple[Row, Match]]:
+        """The row of each param. Raises TransformError: params without a row, rows without a param; all are named."""
+        patterns = [(row, compile_pattern(row.origin)) for row in self.rows]
+        found: dict[str, tuple[Row, Match]] = {}
+        problems: list[Problem] = []
+        for name, inner in self._params(plan, root):
+            own = next(((row, match) for row, pattern in patterns if (match := pattern.match(inner)) is not None), None)
+            if own is not None:
+                found[name] = own
+            else:
+                problems.append((name, self._unknown(inner)))
+        problems += [(format_path((*root, *path)), told) for path, told in _missing(self.rows, found)]
+        if problems:
+            hint = "leave out what is not wanted with ok.drop, rename what is called otherwise, before the recipe"
+            if self._is_other_side(plan):
+                hint = f"it looks like {self.goal}: {self.inverse()!r}"
+            what = f"these are not the leaves of {self.origin}"
+            raise TransformError(what, leaves=problems, where=repr(self), hint=hint)
+        return found
+
+    def _params(self, plan: Plan, root: KeyPath) -> Iterator[tuple[str, KeyPath]]:
+        """The leaves that the recipe has to map, and their paths below `root`."""
+        firsts = self._firsts()
+        for name, output in plan.outputs.items():
+            inner = output.path[len(root) :]
+            is_param = output.path[: len(root)] == root and inner and str(inner[0]) in firsts
+            if is_param and (self.part is None or self.part.match(inner) is not None):
+                yield name, inner
+
+    def _unknown(self, inner: KeyPath) -> str:
+        text = format_path(inner)
+        known = next((told for part, told in self.hints.items() if part in text), None)
+        generic = "/".join("{i}" if is_index(str(segment)) else str(segment) for segment in inner)
+        close = nearest(generic, [row.origin for row in self.rows], 1)
+        return known or f"no row knows it{f', nearest is {close[0]}' if close else ''}"
+
+
+def _missing(rows: Iterable[Row], found: Mapping[str, tuple[Row, Match]]) -> Iterator[tuple[KeyPath, str]]:
+    """Rows without a leaf, and layers that lack a leaf which others have."""
+    numbers: dict[Row, set[int]] = {row: set() for row in rows}
+    for row, match in found.values():
+        numbers[row].add(int(match.named.get("i") or 0))
+    groups = {row.group for row, _ in found.values()}
+    layers: dict[str, int] = {}
+    for row, those in numbers.items():
+        layers[_family(row)] = max([layers.get(_family(row), 0), *(n + 1 for n in those)])
+    for row, those in numbers.items():
+        if row.group and row.group not in groups:
+            continue
+        lacking = sorted(set(range(layers[_family(row)] or 1)) - those)
+        told = "is missing, other layers have it" if those else "is missing"
+        yield from ((parse_path(row.origin.replace("{i}", str(n))), told) for n in lacking)
+
+
+def _family(row: Row) -> str:
+    """What the rows of the same layers have in common: all that stands before the layer's number."""
+    before, capture, _ = row.origin.partition("{i}")
+    return before if capture else row.origin
+
+
+def _example(pattern: str) -> KeyPath:
+    """A path that a row's pattern matches."""
+    return parse_path(_CAPTURE.sub("0", pattern))
+
+
+def _below(root: KeyPath, pattern: str) -> str:
+    return f"{format_path(root)}/{pattern}" if root else pattern
+
+
+def _applied(plan: Plan, steps: Iterable[Transform]) -> Plan:
+    for step in steps:
+        plan = apply_transform(step, plan)
+    return plan
+
+
+def _matches_any(plan: Plan, pattern: Pattern) -> bool:
+    depth = len(pattern.globs)
+    return any(pattern.match(output.path[:depth]) is not None for output in plan.outputs.values())
