@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from orbaxkit._checkpoint import Checkpoint, open_checkpoint
 from orbaxkit._params import find_params
 from orbaxkit._restore import read_into
+from orbaxkit.arguments import one_of
 from orbaxkit.errors import CheckpointError, TargetError, shorten
 from orbaxkit.optimizer.classes import make_empty, make_state
 from orbaxkit.optimizer.fresh import initial_leaves
@@ -37,6 +38,8 @@ def rebuild_opt_state(
     *,
     assume: Mapping[str, Any] | None = None,
     at: str | None = None,
+    step: int | None = None,
+    item: str | None = None,
 ) -> Any:
     """Rebuild the optimizer state of a checkpoint with its real optax types; only its own bytes are read.
 
@@ -54,7 +57,7 @@ def rebuild_opt_state(
 
     >>> opt_state = ok.rebuild_opt_state("runs/pi0", tx)  # doctest: +SKIP
     """
-    ckpt = _open(checkpoint)
+    ckpt = _open(checkpoint, step, item)
     state = stored_state(ckpt.specs, at, ckpt.path)
     if tx is None:
         made, guesses = infer(state, assume, _makers(state))
@@ -77,10 +80,13 @@ def migrate_opt_state(
     *,
     on_missing: Literal["error", "init"] = "error",
     on_unexpected: Literal["error", "ignore"] = "error",
+    on_shape_mismatch: Literal["error", "init"] = "error",
     schedule_count: int | None = None,
     sources: Mapping[str, str] | None = None,
     allow_bias_mismatch: bool = False,
     at: str | None = None,
+    step: int | None = None,
+    item: str | None = None,
 ) -> Any:
     """Continue a checkpoint's optimizer state under another optimizer: moments and counts move by what they are.
 
@@ -91,6 +97,7 @@ def migrate_opt_state(
         params: those that are trained from now on, concrete or abstract; the checkpoint's own by default.
         on_missing: "init" starts params without moments as `tx.init` does; they share the count of the others.
         on_unexpected: "ignore" leaves the moments of params behind that are no more.
+        on_shape_mismatch: "init" starts params of another shape as `tx.init` does; they too share the count.
         schedule_count: what schedules that are new count from; by default the count of the moments.
         sources: settles what continues what, by path: `{"1/0": "opt_state/0"}`.
         allow_bias_mismatch: moments may start at zero under a count that does not.
@@ -102,7 +109,10 @@ def migrate_opt_state(
 
     >>> opt_state = ok.migrate_opt_state("runs/pi0", optax.lion(1e-4))  # doctest: +SKIP
     """
-    ckpt = _open(checkpoint)
+    one_of("on_missing", on_missing, ("error", "init"), TargetError)
+    one_of("on_unexpected", on_unexpected, ("error", "ignore"), TargetError)
+    one_of("on_shape_mismatch", on_shape_mismatch, ("error", "init"), TargetError)
+    ckpt = _open(checkpoint, step, item)
     state = stored_state(ckpt.specs, at, ckpt.path)
     known = params_of(state, _params_root(state)) if params is None else params
     schema = abstract_state(tx, known)
@@ -115,7 +125,8 @@ def migrate_opt_state(
         schedule_count=schedule_count,
         sources=sources,
     )
-    _refuse_moves(moves, on_missing == "init", on_unexpected == "ignore", allow_bias_mismatch, ckpt.path)
+    leniency = on_missing == "init", on_unexpected == "ignore", on_shape_mismatch == "init"
+    _refuse_moves(moves, *leniency, allow_bias_mismatch, ckpt.path)
     values = read_into(ckpt, _plan(ckpt, target, moves.filled), target)
     given = {name: jnp.full_like(target.leaves[name].value, count) for name, count in moves.counts.items()}
     fresh = initial_leaves(tx, _concrete(ckpt, state, known), moves.fresh) if moves.fresh else {}
@@ -123,7 +134,9 @@ def migrate_opt_state(
     return target.rebuild(values | given | fresh)
 
 
-def _refuse_moves(moves: Moves, may_init: bool, may_ignore: bool, allow_mismatch: bool, where: str) -> None:
+def _refuse_moves(
+    moves: Moves, may_init: bool, may_ignore: bool, may_reshape: bool, allow_mismatch: bool, where: str
+) -> None:
     problems = list(moves.problems)
     hints = ['sources={"state of tx": "stored state"} settles what continues what'] if problems else []
     if (moves.new_params or moves.unmatched) and not may_init:
@@ -132,6 +145,9 @@ def _refuse_moves(moves: Moves, may_init: bool, may_ignore: bool, allow_mismatch
     if moves.lost_params and not may_ignore:
         problems += moves.lost_params.values()
         hints.append('on_unexpected="ignore" leaves them behind')
+    if moves.reshaped and not may_reshape:
+        problems += moves.reshaped.values()
+        hints.append('on_shape_mismatch="init" starts those of another shape as tx.init does')
     if problems:
         new = dict.fromkeys(param for param, _ in moves.new_params.values())
         only_new = bool(new) and len(hints) == 1 and not moves.problems and not moves.unmatched
@@ -143,8 +159,9 @@ def _refuse_moves(moves: Moves, may_init: bool, may_ignore: bool, allow_mismatch
 
 def _report(moves: Moves) -> str:
     lines = [*moves.report, *(f"{path} {told}" for path, told in moves.unmatched)]
-    if moves.new_params:
-        names = dict.fromkeys(param for param, _ in moves.new_params.values())
+    started = moves.new_params | moves.reshaped
+    if started:
+        names = dict.fromkeys(param for param, _ in started.values())
         lines.append(f"moments of {', '.join(names)} start as tx.init makes them; the count is shared with the others")
     if moves.lost_params:
         lines.append(f"moments left behind: {', '.join(dict.fromkeys(p for p, _ in moves.lost_params.values()))}")
@@ -162,6 +179,8 @@ def reset_optimizer(
     on_missing: Literal["error", "keep"] = "error",
     on_shape_mismatch: Literal["error", "keep"] = "error",
     at: str | None = None,
+    step: int | None = None,
+    item: str | None = None,
 ) -> Any:
     """Restore a checkpoint with a fresh optimizer: the state is that of `tx.init(params)`, the old one stays unread.
 
@@ -186,7 +205,9 @@ def reset_optimizer(
 
     >>> state = ok.reset_optimizer("runs/pi0", tx, target=state, keep=("step", "schedule"))  # doctest: +SKIP
     """
-    ckpt = _open(checkpoint)
+    one_of("on_missing", on_missing, ("error", "keep"), TargetError)
+    one_of("on_shape_mismatch", on_shape_mismatch, ("error", "keep"), TargetError)
+    ckpt = _open(checkpoint, step, item)
     frame = frame_of(ckpt.specs, tx, target, _find_params, at, ckpt.path)
     choice = Choice(words_of(keep), None if only is None else words_of(only))
     reset = plan_reset(ckpt.specs, frame, choice, on_missing == "keep", on_shape_mismatch == "keep", at, ckpt.path)
@@ -197,14 +218,14 @@ def reset_optimizer(
         {name: values[format_path(frame.params_root + leaf.path)] for name, leaf in frame.params.leaves.items()}
     )
     fresh = initial_leaves(tx, params, reset.fresh)
-    prefixed = {frame.name_of(name): value for name, value in fresh.items()}
+    prefixed = {frame.names[name]: value for name, value in fresh.items()}
     log.info("%s: optimizer reset: %d leaves of %d start again", ckpt.path, len(fresh), len(frame.places))
     return frame.target.rebuild(values | prefixed)
 
 
-def _open(checkpoint: Any) -> Checkpoint:
+def _open(checkpoint: Any, step: int | None, item: str | None) -> Checkpoint:
     """Open a checkpoint that has arrays, not just their names and shapes."""
-    ckpt = open_checkpoint(checkpoint)
+    ckpt = open_checkpoint(checkpoint, step=step, item=item)
     unknown = [(n, f"{s}: its dtype is not known") for n, s in ckpt.specs.items() if s.kind == "array" and not s.dtype]
     if unknown:
         raise CheckpointError("these leaves are described, but not here", leaves=unknown, where=ckpt.path)

@@ -187,7 +187,8 @@ def _root_layout(folder: Folder, names: Mapping[str, bool], found: list[tuple[in
             "no step here is finished",
             leaves=[(name, "never finished") for name in unfinished],
             where=folder.path,
-            hint=f"look into one with its full name: {folder.where(unfinished[-1])}",
+            hint="a manager that is still saving: manager.wait_until_finished(); one that was never finished opens by "
+            f"its full name: {folder.where(unfinished[-1])}",
         )
     chosen = [name for number, name in steps if number == (steps[-1][0] if step is None else step)]
     if not chosen:

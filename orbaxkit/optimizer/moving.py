@@ -45,6 +45,7 @@ class Moves:
     fresh: list[str] = field(default_factory=list)
     new_params: dict[str, Problem] = field(default_factory=dict)  # by leaf: its path and its param
     lost_params: dict[str, Problem] = field(default_factory=dict)
+    reshaped: dict[str, Problem] = field(default_factory=dict)  # by leaf: its param, and both shapes
     unmatched: list[Problem] = field(default_factory=list)  # states whose moments nothing stored has
     problems: list[Problem] = field(default_factory=list)
     mismatches: list[Problem] = field(default_factory=list)
@@ -164,7 +165,10 @@ def _move_leaf(
     name: str, stored: str | None, is_param: bool, rest: TextPath, target: Target, state: StoredState, moves: Moves
 ) -> None:
     problem = None if stored is None else misfit(target.leaves[name], state, stored)
-    if problem is not None and stored is not None:
+    if problem is not None and stored is not None and is_param and problem.startswith("shape"):
+        moves.reshaped[name] = (format_path(rest), problem)
+        moves.fresh.append(name)
+    elif problem is not None and stored is not None:
         moves.problems.append((stored, problem))
     elif stored is not None:
         moves.filled[name] = stored

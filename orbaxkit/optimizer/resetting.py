@@ -26,7 +26,8 @@ Problem = tuple[str, str]
 class Frame:
     """The tree to fill: where its params and its optimizer state lie, and what the leaves of the state are.
 
-    `places` goes by names within the state; `source_params` is where the params lie in the checkpoint.
+    `places` goes by names within the state, and `names` says what its leaves are called in the target;
+    `source_params` is where the params lie in the checkpoint.
     """
 
     target: Target
@@ -36,10 +37,7 @@ class Frame:
     root: KeyPath
     schema: Target
     places: Mapping[str, Place]
-
-    def name_of(self, name: str) -> str:
-        """The name in the target of a leaf of the state."""
-        return format_path(self.root + self.schema.leaves[name].path)
+    names: Mapping[str, str]
 
 
 @dataclass(frozen=True)
@@ -81,15 +79,11 @@ def frame_of(
     params_root = (_params_beside(target.specs, None) if len(roots) == 1 else None) or find_params(target.specs)
     params = _subtree(tree, params_root)
     schema = abstract_state(tx, params)
-    wanted = {text_path(leaf.path) for leaf in flatten(schema).leaves.values()}
-    for root in roots:
-        if {
-            text_path(leaf.path[len(root) :]) for leaf in target.leaves.values() if leaf.path[: len(root)] == root
-        } == wanted:
+    wanted = _by_plain_path(flatten(schema), ())
+    for root in roots if wanted else ((),):
+        if not wanted or set(_by_plain_path(target, root)) == set(wanted):
             return _frame(tree, params, params_root, source, root, schema)
-    if not wanted:
-        return _frame(tree, params, params_root, source, (), schema)
-    raise _other_state(target, roots, wanted, where)
+    raise _other_state(target, roots, set(wanted), where)
 
 
 def _all_params(specs: Specs, root: KeyPath, where: object) -> Any:
@@ -104,7 +98,20 @@ def _all_params(specs: Specs, root: KeyPath, where: object) -> Any:
 
 
 def _frame(tree: Any, params: Any, params_root: KeyPath, source: KeyPath, root: KeyPath, schema: Any) -> Frame:
-    return Frame(flatten(tree), flatten(params), params_root, source, root, flatten(schema), places_of(schema))
+    target, state = flatten(tree), flatten(schema)
+    here = _by_plain_path(target, root)
+    names = {name: here[path] for path, name in _by_plain_path(state, ()).items()}
+    return Frame(target, flatten(params), params_root, source, root, state, places_of(schema), names)
+
+
+def _by_plain_path(target: Target, root: KeyPath) -> dict[tuple[str, ...], str]:
+    """The leaves below a node by their paths from there, without the `value` of NNX's boxes."""
+    depth = len(root)
+    return {
+        text_path(strip_value(leaf.path[depth:])): name
+        for name, leaf in target.leaves.items()
+        if leaf.path[:depth] == root
+    }
 
 
 def _params_beside(specs: Specs, at: str | None) -> KeyPath | None:
@@ -128,7 +135,7 @@ def _other_state(
         what, leaves = "the target has no optimizer state", []
     else:
         root = roots[0]
-        have = {text_path(leaf.path[len(root) :]) for leaf in target.leaves.values() if leaf.path[: len(root)] == root}
+        have = set(_by_plain_path(target, root))
         what = "the target's optimizer state is not that of tx"
         leaves = [(format_path(root + path), "tx has it, the target not") for path in sorted(wanted - have)]
         leaves += [(format_path(root + path), "the target has it, tx not") for path in sorted(have - wanted)]
@@ -143,7 +150,7 @@ def plan_reset(
     reset = Reset({}, {}, fresh)
     problems: list[Problem] = []
     _fill_state(specs, frame, choice, reset, at, where)
-    here = {format_path(frame.root + leaf.path) for leaf in frame.schema.leaves.values()}
+    here = set(frame.names.values())
     everywhere, params = leaves_below(specs, ()), leaves_below(specs, frame.source_params)
     depth = len(frame.params_root)
     for name, leaf in frame.target.leaves.items():
@@ -220,7 +227,7 @@ def _fill_state(specs: Specs, frame: Frame, choice: Choice, reset: Reset, at: st
         elif specs[stored].shape != leaf.spec.shape or not agree(specs[stored], leaf):
             problems.append((stored, f"is to be kept: found {specs[stored]}, wanted {leaf.spec}"))
         else:
-            reset.filled[frame.name_of(name)] = stored
+            reset.filled[frame.names[name]] = stored
     if choice.only is not None:
         problems += _left_over(specs, frame, choice.only, state, reset)
     if problems:

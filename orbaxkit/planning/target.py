@@ -125,6 +125,8 @@ def _number_class(spec: LeafSpec) -> str:
 def _disagreement(problems: list[tuple[str, str]], found: Specs, target: Target, any_matched: bool) -> TargetError:
     what = f"the checkpoint and the target disagree on {len(problems)} {'leaf' if len(problems) == 1 else 'leaves'}"
     hint = _hint({problem.split(":")[0] for _, problem in problems})
+    if any(format_path((*leaf.path, "value")) in found.leaves for leaf in target.leaves.values()):
+        hint = 'strip_value="auto" takes leaves that NNX saved under `value` for those of the target'
     if not any_matched:
         what = f"0 of {len(target.leaves)} target leaves matched"
         moved = _moved_subtree(found, target)

@@ -4,13 +4,14 @@ import logging
 from pathlib import Path
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
 from cases import save
-from optimizer.zoo import PARAMS
+from optimizer.zoo import PARAMS, train
 
 import orbaxkit as ok
 
@@ -124,3 +125,29 @@ def test_another_shape_is_an_error(adam: ok.Checkpoint):
     other = {**PARAMS, "out": {"kernel": np.zeros((4, 7), np.float32), "bias": np.zeros(7, np.float32)}}
     with pytest.raises(ok.TargetError, match="shape: found"):
         ok.migrate_opt_state(adam, optax.adam(1e-3), other)
+
+
+def test_a_param_of_another_shape_starts_again_only_if_that_is_said(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    tx = optax.adam(1e-3)
+    params, state, _ = train(tx, "adam")
+    path = save(tmp_path / "c", {"params": params, "opt_state": state, "step": 3})
+    wider = params | {"out": jax.tree.map(lambda x: jnp.zeros((*x.shape[:-1], 9)), params["out"])}
+    with pytest.raises(ok.TargetError, match="shape: found") as error:
+        ok.migrate_opt_state(path, tx, wider)
+    assert 'on_shape_mismatch="init"' in str(error.value)
+    with caplog.at_level("INFO", logger="orbaxkit"):
+        (adam, _) = ok.migrate_opt_state(path, tx, wider, on_shape_mismatch="init")
+    assert not np.any(adam.mu["out"]["kernel"])
+    assert adam.mu["out"]["kernel"].shape[-1] == 9
+    np.testing.assert_array_equal(adam.mu["hidden"]["kernel"], state[0].mu["hidden"]["kernel"])
+    assert "out/kernel" in caplog.text
+    assert "shared" in caplog.text
+
+
+def test_a_step_of_a_run_is_chosen(tmp_path: Path):
+    params, state, _ = train(optax.adam(1e-3), "adam")
+    for step in (1, 2):
+        save(tmp_path / "run" / str(step) / "default", {"params": params, "opt_state": state, "step": step})
+    assert ok.reset_optimizer(tmp_path / "run", optax.adam(1e-3), keep="step", step=1)["step"] == 1
+    chex.assert_trees_all_equal(ok.rebuild_opt_state(tmp_path / "run", optax.adam(1e-3), step=1), state)
+    chex.assert_trees_all_equal(ok.migrate_opt_state(tmp_path / "run", optax.adam(1e-3), step=1), state)

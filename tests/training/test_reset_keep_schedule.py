@@ -122,13 +122,12 @@ def nnx_model_and_optimizer_boxed(run: Path) -> Told:
     return nnx_model_and_optimizer(run, nnx.state)
 
 
-boxed = pytest.mark.xfail(raises=ok.TargetError, reason="a target with NNX's boxed counts is refused")
 JOBS = [
     linen,
     nnx_optimizer,
     nnx_model_and_optimizer,
-    pytest.param(nnx_optimizer_boxed, marks=boxed),
-    pytest.param(nnx_model_and_optimizer_boxed, marks=boxed),
+    nnx_optimizer_boxed,
+    nnx_model_and_optimizer_boxed,
     dicts,
     haiku,
 ]
