@@ -8,7 +8,8 @@ import numpy as np
 
 from orbaxkit.specs import Specs
 
-Value = int | float | complex | bool | str | np.generic
+# Of scalars and strings; TensorFlow has arrays of strings too, and strings that are no text.
+Value = int | float | complex | bool | str | bytes | np.generic | np.ndarray
 
 
 @runtime_checkable

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from orbaxkit.errors import CheckpointError, shorten
-from orbaxkit.formats import Source, array_metadatas, flax_msgpack
+from orbaxkit.formats import Source, array_metadatas, flax_msgpack, tf_bundle
 from orbaxkit.formats.classify import (
     OWN_NAMES,
     V1_MARKER,
@@ -24,16 +24,17 @@ from orbaxkit.formats.classify import (
 )
 from orbaxkit.formats.files import Folder, check_not_lfs
 from orbaxkit.formats.keys import open_random_key
+from orbaxkit.formats.leveldb_table import is_table
 from orbaxkit.formats.ocdbt import MANIFEST
 from orbaxkit.formats.orbax import open_item
 from orbaxkit.formats.safetensors import SUFFIX, is_safetensors, open_safetensors
 from orbaxkit.formats.sidecars import ARRAY_METADATAS, is_process_file
+from orbaxkit.formats.tf_index import INDEX
 
 DEFAULT_ITEM = "default"
 _ITEM_FILES = {*OWN_NAMES, "checkpoint", MANIFEST}
 _LOOKED_FOR = "no _METADATA, no checkpoint file, no manifest.ocdbt, no array folders and no steps are here"
 _FOREIGN = {
-    ".index": "a TensorFlow checkpoint",
     ".pt": "a PyTorch file",
     ".pth": "a PyTorch file",
     ".bin": "a PyTorch file",
@@ -69,9 +70,11 @@ class Layout:
 def locate(path: str | os.PathLike[str], step: int | None = None) -> Layout:
     """Find out what a path is. Of a root, the latest finished step is taken, or the one asked for."""
     text = absolute_path(path)
+    folder = Folder(text)
+    if folder.parent.file_size(f"{folder.name}{INDEX}") is not None:
+        return _check_step(_bundle_layout(folder.parent, folder.name), step)
     if not os.path.lexists(text):
         raise _no_such(text)
-    folder = Folder(text)
     if os.path.isdir(text):
         return _locate_folder(folder, step)
     return _check_step(_locate_file(folder.parent, folder.name), step)
@@ -117,6 +120,9 @@ def _locate_file(folder: Folder, name: str) -> Layout:
         raise _inside(path, inside)
     if name.endswith(SUFFIX):
         return Layout(path, "safetensors", {DEFAULT_ITEM: path})
+    prefix = tf_bundle.prefix_of(name)
+    if prefix is not None:
+        return _bundle_layout(folder, prefix)
     foreign = _FOREIGN.get(os.path.splitext(name)[1])
     if foreign:
         raise CheckpointError(f"{name} is {foreign}, not an Orbax checkpoint", where=path)
@@ -126,9 +132,36 @@ def _locate_file(folder: Folder, name: str) -> Layout:
         return _flax_layout(path, folder, name)
     with folder.open(name) as file:
         head = file.read(64)
+        file.seek(-8, os.SEEK_END) if len(head) == 64 else None
+        tail = file.read(8)
     check_not_lfs(head, path)
+    if is_table(tail):
+        hint = "write it again with tf.compat.v1.train.Saver, whose default is the V2 format"
+        raise CheckpointError(f"{name} is a TensorFlow checkpoint in the old V1 format", where=path, hint=hint)
     problem = "begins like no format that is known here" if head else "is empty"
     raise CheckpointError(f"{name} is no checkpoint: it {problem}", where=path)
+
+
+def _bundle_layout(folder: Folder, prefix: str) -> Layout:
+    steps = tf_bundle.steps_of([prefix])
+    path = folder.where(prefix)
+    step, root = (steps[0][0], folder.path) if steps else (None, None)
+    return Layout(path, "tf_bundle", {DEFAULT_ITEM: path}, step=step, step_name=prefix if steps else None, root=root)
+
+
+def _bundles_layout(folder: Folder, prefixes: list[str], step: int | None) -> Layout:
+    """The only bundle of a folder, or that of a step, the latest by default."""
+    steps = tf_bundle.steps_of(prefixes)
+    if len(prefixes) == 1 and (step is None or not steps):
+        return _check_step(_bundle_layout(folder, prefixes[0]), step)
+    if not steps:
+        hint = f"open one by its prefix: {folder.where(prefixes[0])}"
+        leaves = [(prefix, "") for prefix in prefixes]
+        raise CheckpointError("several TensorFlow checkpoints are here", leaves=leaves, where=folder.path, hint=hint)
+    chosen = [prefix for number, prefix in steps if number == (steps[-1][0] if step is None else step)]
+    if not chosen:
+        raise _no_such_step(step, tuple(steps), folder.path)
+    return replace(_bundle_layout(folder, chosen[-1]), path=folder.path, steps=tuple(steps), root=folder.path)
 
 
 def _flax_layout(path: str, folder: Folder, name: str) -> Layout:
@@ -142,6 +175,9 @@ def _locate_folder(folder: Folder, step: int | None) -> Layout:
     outer = enclosing_item(folder)
     if outer is not None:
         raise _inside(folder.path, outer)
+    prefixes = tf_bundle.bundles(names)
+    if prefixes and "_METADATA" not in names:
+        return _bundles_layout(folder, prefixes, step)
     if is_tree(folder, names):
         return _check_step(_item_layout(folder, names), step)
     steps = [] if _is_marked_step(folder, names) else _steps(folder, names)
@@ -312,6 +348,8 @@ def _paused_collection() -> Iterator[None]:
 def _load(path: str, item: str) -> Source:
     if path.endswith(SUFFIX) and not os.path.isdir(path):
         return open_safetensors(path)
+    if os.path.isfile(f"{path}{INDEX}"):
+        return tf_bundle.open_bundle(path)
     if not os.path.isdir(path):
         file = Folder(os.path.dirname(path)), os.path.basename(path)
         return (

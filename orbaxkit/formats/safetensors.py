@@ -3,7 +3,6 @@
 Without orbaxkit's own sidecar, paths are the tensors' names split at dots, as Hugging Face joins them.
 """
 
-import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -15,6 +14,7 @@ import numpy as np
 from orbaxkit.errors import CheckpointError, shorten
 from orbaxkit.formats import Done, Pending, Value
 from orbaxkit.formats.files import Folder, check_name
+from orbaxkit.formats.flat import BLOCK_BYTES, read_region
 from orbaxkit.formats.safetensors_header import Header, Tensor, read_header
 from orbaxkit.formats.safetensors_sidecar import KEY, Entry, Sidecar, decode
 from orbaxkit.formats.structure import from_names, in_tree_order
@@ -23,9 +23,6 @@ from orbaxkit.specs import Kind, LeafSpec, Specs
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
-_BLOCK_BYTES = 8 << 20
-# Shorter runs are cut out of whole rows: a system call for each would cost more than the bytes between them.
-_RUN_BYTES = 32 << 10
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +69,7 @@ class SafetensorsSource:
         with self.folder.open(tensor.file) as file:
             spans = [(part.start, part.stop) for part in index]
             try:
-                _read(file.fileno(), tensor.offset, tensor.shape, spans, out)
+                read_region(file.fileno(), tensor.offset, tensor.shape, spans, out)
             except EOFError:
                 raise CheckpointError(
                     "a leaf cannot be read", leaves=[(name, f"{tensor.file} is cut short")], where=self.folder.path
@@ -251,47 +248,6 @@ def _same_bytes(folder: Folder, a: Tensor, b: Tensor) -> bool:
 
 def _blocks(folder: Folder, tensor: Tensor) -> Iterator[bytes]:
     with folder.open(tensor.file) as file:
-        for at in range(0, tensor.nbytes, _BLOCK_BYTES):
-            size = min(_BLOCK_BYTES, tensor.nbytes - at)
+        for at in range(0, tensor.nbytes, BLOCK_BYTES):
+            size = min(BLOCK_BYTES, tensor.nbytes - at)
             yield os.pread(file.fileno(), size, tensor.offset + at)
-
-
-def _read(number: int, offset: int, shape: tuple[int, ...], spans: list[tuple[int, int]], out: np.ndarray) -> None:
-    """A region of the C-ordered array that begins at `offset` of an open file, into an array of the region's shape."""
-    if out.size == 0:
-        return
-    row_bytes = math.prod(shape[1:]) * out.dtype.itemsize
-    if spans[1:] == [(0, size) for size in shape[1:]]:
-        start = spans[0][0] if spans else 0
-        _fill(number, offset + start * row_bytes, memoryview(out.reshape(-1).view(np.uint8)))
-        return
-    low, high = spans[0]
-    if _run_bytes(shape[1:], spans[1:], out.dtype.itemsize) >= _RUN_BYTES or row_bytes > _BLOCK_BYTES:
-        for i in range(low, high):
-            _read(number, offset + i * row_bytes, shape[1:], spans[1:], out[i - low])
-        return
-    rows = max(1, _BLOCK_BYTES // row_bytes)
-    inner = tuple(slice(*span) for span in spans[1:])
-    for first in range(low, high, rows):
-        block = np.empty((min(rows, high - first), *shape[1:]), out.dtype)
-        _fill(number, offset + first * row_bytes, memoryview(block.reshape(-1).view(np.uint8)))
-        out[first - low : first - low + len(block)] = block[(slice(None), *inner)]
-
-
-def _run_bytes(shape: tuple[int, ...], spans: list[tuple[int, int]], itemsize: int) -> int:
-    """The bytes that lie together in a region."""
-    total = itemsize
-    for size, (start, stop) in zip(reversed(shape), reversed(spans), strict=True):
-        total *= stop - start
-        if (start, stop) != (0, size):
-            break
-    return total
-
-
-def _fill(number: int, offset: int, view: memoryview) -> None:
-    done = 0
-    while done < len(view):
-        count = os.preadv(number, [view[done : done + (1 << 30)]], offset + done)
-        if not count:
-            raise EOFError
-        done += count

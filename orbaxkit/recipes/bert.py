@@ -5,10 +5,10 @@ keep dense kernels `[in, out]`, torch `[out, in]`; `cls/seq_relationship/output_
 outer two; torch and Flax tie the decoder to the word embeddings and write it once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from orbaxkit.errors import TransformError
-from orbaxkit.paths import KeyPath, format_path
+from orbaxkit.paths import KeyPath, format_path, parse_path
 from orbaxkit.planning.plan import Plan, Transform
 from orbaxkit.recipes.recipe import Recipe, Row
 from orbaxkit.slots import Slot, find_slots
@@ -89,15 +89,19 @@ def _rows(kernel: str, scale: str, embedding: str, dense: str, next_sentence: st
 
 def _slots_of_tensorflow(plan: Plan, root: KeyPath) -> Iterator[Transform]:
     """Slots lie beside their variables: to one optax state, in which they are where their params are."""
-    lasts = {output.path[-1] for output in plan.outputs.values()}
-    present = [slot for slot in _SLOTS if slot in lasts]
-    at = f"{format_path(root)}/" if root else ""
-    if present:
-        yield rename({f"{at}**/{slot}": f"{_STATE}/{_SLOTS[slot]}/**" for slot in present})
+    moved = {name: path for name, o in plan.outputs.items() if (path := _slot_path(o.path, len(root))) is not None}
+    if moved:
+        yield _renamed(moved)
     if "global_step" in plan.outputs:
-        step = f"{_STATE}/count" if present else "step"
+        step = f"{_STATE}/count" if moved else "step"
         yield rename({"global_step": step})
         yield cast("int32", step)  # optax counts in int32; a step that does not fit is an error when it is read
+
+
+def _slot_path(path: KeyPath, depth: int) -> KeyPath | None:
+    """Where the slot of a variable goes: `bert/pooler/dense/"kernel/adam_m"` to the same place in `mu`."""
+    variable, _, slot = str(path[-1]).rpartition("/")
+    return (*parse_path(_STATE), _SLOTS[slot], *path[depth:-1], variable) if slot in _SLOTS and variable else None
 
 
 def _slots_for_tensorflow(plan: Plan, root: KeyPath) -> Iterator[Transform]:
@@ -105,14 +109,21 @@ def _slots_for_tensorflow(plan: Plan, root: KeyPath) -> Iterator[Transform]:
     if len(states) > 1:
         leaves = [(state.path, "holds count, mu and nu") for state in states]
         raise TransformError("TensorFlow's BERT has one Adam", leaves=leaves, hint="drop the others first")
+    count = f"{states[0].path}/count" if states else "step"
     if states:
-        yield from _beside(states[0], f"{format_path(root)}/" if root else "")
-    elif "step" in plan.outputs:
-        yield rename({"step": "global_step"})
+        yield _renamed(dict(_beside(plan, states[0], root)))
+    if count in plan.outputs:
+        yield rename({count: "global_step"})
         yield cast("int64", "global_step")
 
 
-def _beside(state: Slot, at: str) -> Iterator[Transform]:
-    yield rename({f"{state.path}/{field}/**": f"{at}**/{slot}" for slot, field in _SLOTS.items()})
-    yield rename({f"{state.path}/count": "global_step"})
-    yield cast("int64", "global_step")
+def _beside(plan: Plan, state: Slot, root: KeyPath) -> Iterator[tuple[str, KeyPath]]:
+    for slot, field in _SLOTS.items():
+        for name in state.leaves[field]:
+            rest = plan.outputs[name].path[len(state.key_path) + 1 :]
+            yield name, (*root, *rest[:-1], f"{rest[-1]}/{slot}")
+
+
+def _renamed(moved: Mapping[str, KeyPath]) -> Transform:
+    texts = {name: format_path(path) for name, path in moved.items()}
+    return rename(lambda name: texts.get(name, name))
