@@ -16,6 +16,9 @@ _FOOTER_BYTES = 48
 _TRAILER_BYTES = 5  # how a block is compressed, and its CRC
 _PLAIN, _SNAPPY = 0, 1
 _MASK = 0xA282EAD8
+# Keys are stored as what they do not share with the key before, so that a small block could spell out endless ones.
+_MAX_GROWTH = 64
+_SPARE_BYTES = 1 << 20
 
 
 class Damaged(ValueError):
@@ -30,10 +33,10 @@ def is_table(tail: bytes) -> bool:
 def read_table(data: bytes, where: str) -> dict[bytes, bytes]:
     """All keys and values, in order. Raises CheckpointError: the table is cut short, or a block's CRC is wrong."""
     try:
-        return dict(_entries(data))
+        return dict(_ordered(_entries(data), _MAX_GROWTH * len(data) + _SPARE_BYTES))
     except (ValueError, IndexError, struct.error) as error:
         hint = "the copy or the download may be incomplete: fetch the file again"
-        raise CheckpointError(f"the index is damaged: {error}", where=where, hint=hint) from None
+        raise CheckpointError(f"the TensorFlow index is damaged: {error}", where=where, hint=hint) from None
 
 
 def masked_crc(data: bytes, crc: int = 0) -> int:
@@ -75,6 +78,19 @@ def _entries(data: bytes) -> Iterator[tuple[bytes, bytes]]:
         yield from _pairs(_block(data, start, length))
 
 
+def _ordered(entries: Iterator[tuple[bytes, bytes]], most: int) -> Iterator[tuple[bytes, bytes]]:
+    """The same entries; their keys only ever grow, so that no block counts twice, and hold at most so many bytes."""
+    last = None
+    for key, value in entries:
+        if last is not None and key <= last:
+            raise Damaged(f"its keys are not in order: {key[:40]!r} comes after {last[:40]!r}")
+        most -= len(key)
+        if most < 0:
+            raise Damaged("its keys take far more bytes than the file has")
+        yield key, value
+        last = key
+
+
 def _block(data: bytes, offset: int, size: int) -> bytes:
     end = offset + size
     if end + _TRAILER_BYTES > len(data):
@@ -96,6 +112,8 @@ def _pairs(block: bytes) -> Iterator[tuple[bytes, bytes]]:
     if end < 0:
         raise Damaged("a block has more restart points than bytes")
     at, key = 0, b""
+    if not end:
+        raise Damaged("a block holds no entry")
     while at < end:
         shared, at = varint(block, at)
         fresh, at = varint(block, at)

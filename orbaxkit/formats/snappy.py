@@ -23,8 +23,9 @@ def decompress(data: bytes) -> bytes:
             length, offset, at = _copy(data, tag, at)
             if not 0 < offset <= len(out):
                 raise ValueError("a snappy copy begins before the data")
-            for _ in range(length):  # a copy may overlap itself
-                out.append(out[-offset])
+            start = len(out) - offset
+            part = out[start : start + length]
+            out += (part * (length // offset + 1))[:length]  # a copy may overlap itself: then it repeats
         if len(out) > size or at > len(data):
             raise ValueError("snappy data is not as long as it says")
     if len(out) != size:

@@ -69,7 +69,10 @@ class BundleSource:
         piece = out if out.ndim == 0 else out[place]
         part = piece if piece.flags.c_contiguous else np.empty(piece.shape, out.dtype)
         with self.folder.open(self._file(entry)) as file:
-            read_region(file.fileno(), entry.offset, entry.shape, inside, part)
+            try:
+                read_region(file.fileno(), entry.offset, entry.shape, inside, part)
+            except EOFError:
+                self._refuse(name, f"{self._file(entry)} was cut short while it was read")
         if part is not piece:
             piece[...] = part
 
@@ -160,11 +163,9 @@ def prefix_of(name: str) -> str | None:
 def bundles(names: Iterable[str]) -> list[str]:
     """The prefixes of the bundles in a folder with these names."""
     found = list(names)
-    return [name.removesuffix(INDEX) for name in found if name.endswith(INDEX) and _has_shard(found, name)]
-
-
-def _has_shard(names: list[str], index: str) -> bool:
-    return any(prefix_of(name) == index.removesuffix(INDEX) and name != index for name in names)
+    with_shards = {match[1] for name in found if (match := _SHARD.fullmatch(name))}
+    indexed = [name.removesuffix(INDEX) for name in found if name.endswith(INDEX)]
+    return [prefix for prefix in indexed if prefix in with_shards]
 
 
 def steps_of(prefixes: Iterable[str]) -> list[tuple[int, str]]:

@@ -8,9 +8,12 @@ import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats.files import Folder, check_not_lfs
 from orbaxkit.formats.leveldb_table import Damaged, read_table, varint
+from orbaxkit.formats.structure import MAX_DEPTH
 from orbaxkit.specs import DTYPES
 
 INDEX = ".index"
@@ -20,6 +23,8 @@ TF_DTYPES = {
     14: "bfloat16", 17: "uint16", 18: "complex128", 19: "float16", 22: "uint32", 23: "uint64", 24: "float8_e5m2",
     25: "float8_e4m3fn",
 }  # fmt: skip
+
+_MAX_PARTS = 4096
 
 Extents = tuple[tuple[int, int], ...]  # start and length along each axis; -1 is all of it
 Place = tuple[bytes, Extents]  # a piece: of which tensor, and which part
@@ -53,18 +58,31 @@ def read_index(folder: Folder, prefix: str) -> Index:
     data = folder.read(f"{prefix}{INDEX}")
     check_not_lfs(data, path)
     table = read_table(data, path)
-    shards = _header(table.pop(b"", None), path)
+    try:
+        shards = _header(table.pop(b"", None), path)
+    except Damaged as error:
+        raise CheckpointError(f"the TensorFlow index has a damaged header: {error}", where=path) from None
     pieces = {place: value for key, value in table.items() if key[:1] == b"\0" and (place := _slice_key(key))}
     entries: dict[str, tuple[Entry, ...]] = {}
     broken: dict[str, str] = {}
     for key, value in table.items():
         if key[:1] != b"\0":  # else a piece of a partitioned variable
-            name = key.decode("utf-8", "backslashreplace")
+            name = _name(key, path)
             try:
                 entries[name] = tuple(_pieces(key, value, pieces, shards))
             except (ValueError, IndexError, struct.error) as error:
                 entries[name], broken[name] = (), str(error)
     return Index(shards, entries, broken)
+
+
+def _name(key: bytes, path: str) -> str:
+    try:
+        name = key.decode()
+    except UnicodeDecodeError:
+        name = ""
+    if not name or "\0" in name or name.count("/") >= MAX_DEPTH:
+        raise CheckpointError(f"the TensorFlow index has a name that none can be: {key[:80]!r}", where=path)
+    return name
 
 
 def _header(value: bytes | None, path: str) -> int:
@@ -86,7 +104,10 @@ def _pieces(key: bytes, value: bytes, pieces: Mapping[Place, bytes], shards: int
     if not slices:
         yield whole
         return
+    if whole.dtype == STRING:
+        raise Damaged("it holds strings in parts, which are not supported")
     covered = 0
+    places = []
     for extents in slices:
         starts, shape = _placed(extents, whole.shape)
         found = pieces.get((key, extents))
@@ -96,9 +117,23 @@ def _pieces(key: bytes, value: bytes, pieces: Mapping[Place, bytes], shards: int
         if inner or part.shape != shape or part.dtype != whole.dtype:
             raise Damaged("a part of it has another shape or dtype than the whole says")
         covered += math.prod(shape)
+        if 0 not in shape:
+            places.append((starts, shape))
         yield Entry(part.dtype, shape, part.shard, part.offset, part.size, part.crc, starts)
     if covered != math.prod(whole.shape):
         raise Damaged(f"its parts hold {covered:,} of {math.prod(whole.shape):,} values")
+    _check_apart(places)
+
+
+def _check_apart(places: list[tuple[tuple[int, ...], tuple[int, ...]]]) -> None:
+    """Parts that hold as many values as the whole fill it if no two of them overlap."""
+    if len(places) > _MAX_PARTS:
+        raise Damaged(f"it is in {len(places):,} parts, more than any writer makes")
+    starts = np.array([start for start, _ in places], np.int64)
+    stops = starts + np.array([shape for _, shape in places], np.int64)
+    for i in range(1, len(places)):
+        if ((starts[:i] < stops[i]) & (stops[:i] > starts[i])).all(axis=1).any():
+            raise Damaged("its parts overlap")
 
 
 def _placed(extents: Extents, shape: tuple[int, ...]) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -153,7 +188,7 @@ def _shape(data: bytes) -> tuple[int, ...]:
             sizes.append(size)
         elif number == 3:
             raise Damaged("its shape is not known")
-    if len(sizes) > 32 or math.prod(sizes) >= 1 << 63:
+    if len(sizes) > 32 or math.prod(size or 1 for size in sizes) >= 1 << 58:  # numpy counts bytes in 63 bits
         raise Damaged(f"its shape {sizes[:8]} is none that an array can have")
     return tuple(sizes)
 
