@@ -4,8 +4,10 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, Literal
 
+from orbaxkit._checkpoint import Checkpoint
 from orbaxkit._plan import open_source
 from orbaxkit.errors import OrbaxkitError
 from orbaxkit.execute.streaming import Progress, stream
@@ -39,8 +41,9 @@ def convert(
 ) -> Path:
     """Write a checkpoint, or a tree in memory, as a new checkpoint: what `transforms` make of it, in bounded memory.
 
-    Stored bytes are copied as they are where neither the values nor their chunks change. The destination appears whole
-    or not at all, and the source is never modified.
+    Stored bytes are copied as they are where neither the values nor their chunks change. What lies beside the trees of
+    a step (assets, metrics) comes along, unless the destination is one file or `item` is named. The destination appears
+    whole or not at all, and the source is never modified.
 
     Args:
         source: a path, an opened checkpoint, a `CheckpointManager`, or a tree of arrays (params, a TrainState, …).
@@ -61,13 +64,14 @@ def convert(
 
     >>> ok.convert("runs/pi0", "params", ok.select("params/**"))  # doctest: +SKIP
     """
-    _, held, where = open_source(source, step, item)
+    opened, held, where = open_source(source, step, item)
     plan = make_plan(held.specs, *transforms)
     _refuse_overlap(where, destination)
     limit = None if memory_limit is None else size_of(memory_limit, "memory_limit")
     part_bytes = _PART_BYTES if limit is None else max(1, min(_PART_BYTES, limit // 8))
     shard_bytes = size_of(max_shard_size, "max_shard_size")
-    sink = make_sink(destination, held, format, overwrite, as_step, shard_bytes, part_bytes)
+    beside = opened.layout.other_items if isinstance(opened, Checkpoint) and opened.item is None else {}
+    sink = make_sink(destination, held, format, overwrite, as_step, shard_bytes, part_bytes, beside)
     try:
         stream(plan, held, sink, memory_limit=limit, progress=progress, tied=ties(plan, held))
         return sink.close()
@@ -84,6 +88,7 @@ def make_sink(
     as_step: int | None,
     max_shard_bytes: int,
     part_bytes: int,
+    beside: Mapping[str, str] = MappingProxyType({}),
 ) -> Sink:
     """The sink of a format, stored as the source is where the format has a choice."""
     from orbaxkit.formats.orbax_sink import OrbaxSink, settings_of
@@ -97,9 +102,9 @@ def make_sink(
         from orbaxkit.formats.safetensors_sink import SafetensorsSink
 
         return SafetensorsSink(
-            destination, max_shard_bytes, overwrite, settings=settings_of(source), part_bytes=part_bytes
+            destination, max_shard_bytes, overwrite, settings=settings_of(source), part_bytes=part_bytes, beside=beside
         )
-    return OrbaxSink(destination, settings_of(source), as_step, overwrite, part_bytes)
+    return OrbaxSink(destination, settings_of(source), as_step, overwrite, part_bytes, beside)
 
 
 def format_of(destination: str | os.PathLike[str]) -> str:

@@ -9,6 +9,7 @@ from orbaxkit.cli.rules import add_rules
 EXAMPLES = """\
 examples:
   orbaxkit convert runs/pi0 params --select 'params/**' --cast bfloat16
+  orbaxkit convert bert_model.ckpt bert.safetensors --recipe bert_hf
   orbaxkit convert runs/pi0/20000 hf/ --format safetensors --select 'params/**' --unstack 'params/layers=layers_{i}'
 """
 

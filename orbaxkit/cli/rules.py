@@ -13,6 +13,7 @@ _HELP = {
     "unstack": ("PATTERN=INTO[@AXIS]", "one subtree per layer: 'params/layers=layers_{i}@0'"),
     "stack": ("PATTERN=INTO[@AXIS]", "its inverse: 'params/layers_{i}=layers@0'"),
     "cast": ("[PATTERN=]DTYPE", "cast floating-point arrays: bfloat16, 'params/**=bfloat16'"),
+    "recipe": ("NAME", "a named conversion: openpi, bert:inverse, openpi:lora=merge"),
     "plan": ("FILE", "a plan, or a transform, as JSON: what to_json() wrote"),
 }
 
@@ -75,6 +76,22 @@ def _cast(value: str) -> Any:
     return ok.cast(dtype, pattern) if equals else ok.cast(dtype)
 
 
+def _recipe(value: str) -> Any:
+    import orbaxkit as ok
+
+    name, *words = value.split(":")
+    given = [word for word in words if word != "inverse"]
+    made = ok.recipe(name, **{key: _option(text) for key, text in (_two(word, "recipe") for word in given)})
+    return made.inverse() if "inverse" in words else made
+
+
+def _option(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text
+
+
 def _plan(path: str) -> Any:
     """A plan goes on from the leaves that it was made for; what it reads must be there as it was."""
     from orbaxkit.errors import OrbaxkitError
@@ -135,5 +152,6 @@ _MAKE: dict[str, Any] = {
     "unstack": lambda value: _layers("unstack", value),
     "stack": lambda value: _layers("stack", value),
     "cast": _cast,
+    "recipe": _recipe,
     "plan": _plan,
 }

@@ -115,14 +115,14 @@ def _inside(path: str, item: Folder) -> CheckpointError:
 
 def _locate_file(folder: Folder, name: str) -> Layout:
     path = folder.where(name)
+    prefix = tf_bundle.prefix_of(name)
+    if prefix is not None and folder.file_size(f"{prefix}{INDEX}") is not None:
+        return _bundle_layout(folder, prefix)
     inside = enclosing_item(Folder(path))
     if inside is not None:
         raise _inside(path, inside)
     if name.endswith(SUFFIX):
         return Layout(path, "safetensors", {DEFAULT_ITEM: path})
-    prefix = tf_bundle.prefix_of(name)
-    if prefix is not None:
-        return _bundle_layout(folder, prefix)
     foreign = _FOREIGN.get(os.path.splitext(name)[1])
     if foreign:
         raise CheckpointError(f"{name} is {foreign}, not an Orbax checkpoint", where=path)

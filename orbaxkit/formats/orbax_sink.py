@@ -30,8 +30,8 @@ from orbaxkit.formats.orbax_documents import (
     zarr_document,
 )
 from orbaxkit.formats.sidecars import ARRAY_METADATAS, SHARDING, STRINGS
-from orbaxkit.formats.sinks import PART_BYTES, Encoded, Spans
-from orbaxkit.formats.staging import Staging, write_file, writing
+from orbaxkit.formats.sinks import PART_BYTES, Encoded, Spans, text_of
+from orbaxkit.formats.staging import Staging, copy_beside, write_file, writing
 from orbaxkit.formats.structure import METADATA
 from orbaxkit.formats.value_stream import ValueStream, value_parts
 from orbaxkit.formats.zarr import ZarrArray
@@ -92,6 +92,7 @@ class OrbaxSink:
     as_step: int | None = None
     overwrite: bool = False
     part_bytes: int = PART_BYTES
+    beside: Mapping[str, str] = field(default_factory=dict)  # names and paths of what else lies in the step
     _specs: Specs = field(init=False, default_factory=lambda: Specs({}, {}))
     _leaves: dict[str, _Leaf] = field(init=False, default_factory=dict)
     _strings: dict[str, str] = field(init=False, default_factory=dict)
@@ -196,7 +197,7 @@ class OrbaxSink:
         """A scalar becomes an array without axes, a string goes to the file of strings."""
         leaf = self._leaves[name]
         if leaf.spec.kind == "string":
-            self._strings[leaf.name] = str(value)
+            self._strings[leaf.name] = text_of(name, value)
         elif leaf.array is not None:
             self.write(name, (), np.asarray(value, leaf.array.dtype))
 
@@ -221,6 +222,7 @@ class OrbaxSink:
             os.mkdir(f"{self._item}/{ARRAY_METADATAS}")
             for name, document in documents.items():
                 write_file(f"{self._item}/{name}", document)
+            copy_beside(self.beside, staging.temporary)
             write_file(f"{staging.temporary}/_CHECKPOINT_METADATA", checkpoint_document(item, self._started))
             done = f"Checkpoint commit was successful to {staging.path}".encode()
             for folder in dict.fromkeys([self._item, staging.temporary]):
@@ -303,7 +305,7 @@ def _problem(leaf: _Leaf) -> str | None:
     except CheckpointError as error:
         return str(error).splitlines()[0]
     if spec.kind in ("string", "empty"):
-        return None
+        return "is an array of strings" if spec.shape else None
     if spec.dtype is None:
         return "its dtype is not known"
     return f"{spec.dtype.name} is no dtype of TensorStore" if spec.dtype.name in _FOREIGN_DTYPES else None

@@ -19,8 +19,8 @@ from orbaxkit.formats.orbax_sink import OrbaxSettings, check_names
 from orbaxkit.formats.safetensors import SUFFIX
 from orbaxkit.formats.safetensors_header import METADATA, NAMES, encode_header
 from orbaxkit.formats.safetensors_sidecar import KEY, encode
-from orbaxkit.formats.sinks import PART_BYTES, Encoded, Spans
-from orbaxkit.formats.staging import Staging, sync, write_file, writing
+from orbaxkit.formats.sinks import PART_BYTES, Encoded, Spans, text_of
+from orbaxkit.formats.staging import Staging, copy_beside, sync, write_file, writing
 from orbaxkit.formats.value_stream import slabs
 from orbaxkit.formats.zarr import ZarrArray
 from orbaxkit.specs import LeafSpec, Specs
@@ -56,6 +56,7 @@ class SafetensorsSink:
     metadata_format: str = "pt"
     settings: OrbaxSettings | None = None
     part_bytes: int = PART_BYTES
+    beside: Mapping[str, str] = field(default_factory=dict)  # names and paths of what else lies in the step
     _specs: Specs = field(init=False, default_factory=lambda: Specs({}, {}))
     _tensors: dict[str, _Tensor] = field(init=False, default_factory=dict)
     _names: dict[str, str] = field(init=False, default_factory=dict)  # of tensors, by leaf; of tied leaves too
@@ -163,7 +164,7 @@ class SafetensorsSink:
         """A scalar becomes a tensor without axes, a string part of the metadata."""
         spec = self._specs[name]
         if spec.kind == "string":
-            self._texts[name] = str(value)
+            self._texts[name] = text_of(name, value)
         elif name in self._tensors:
             self.write(name, (), np.asarray(value, spec.dtype))
 
@@ -187,6 +188,8 @@ class SafetensorsSink:
                 file.close()
             if len(self._files) > 1:
                 write_file(f"{staging.temporary}/{_INDEX}", self._index())
+            if not self._is_file:
+                copy_beside(self.beside, staging.temporary)
         return staging.commit()
 
     def _write_header(self, shard: int, file: IO[bytes]) -> None:
@@ -273,7 +276,7 @@ def _facts(spec: LeafSpec) -> tuple[Any, ...]:
 
 def _problem(spec: LeafSpec) -> str | None:
     if spec.kind in ("string", "empty"):
-        return None
+        return "is an array of strings" if spec.shape else None
     if spec.kind == "key":
         return f"is a PRNG key ({spec.key_impl})"
     if spec.dtype is None:

@@ -10,6 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
+from orbaxkit.errors import CheckpointError
 from orbaxkit.formats import Value
 from orbaxkit.formats.zarr import ZarrArray
 from orbaxkit.specs import Specs
@@ -28,6 +29,13 @@ class Encoded:
     data: bytes | None = None
     path: str = ""
     offset: int = 0
+
+
+def text_of(name: str, value: Value | None) -> str:
+    """The value of a string leaf. Raises CheckpointError: bytes that are no text, which TensorFlow has."""
+    if isinstance(value, str):
+        return value
+    raise CheckpointError("a string that is no text", leaves=[(name, f"is a {type(value).__name__}: drop it")])
 
 
 @runtime_checkable

@@ -9,7 +9,7 @@ import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import IO
 
 from orbaxkit.errors import CheckpointError, CheckpointWarning, shorten
 from orbaxkit.formats.classify import enclosing_item, leftover_name
-from orbaxkit.formats.files import Folder
+from orbaxkit.formats.files import Folder, check_name
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"  # no digits: a name that ends in a number could be taken for a step
 
@@ -183,6 +183,25 @@ def write_file(path: str, data: bytes) -> None:
     with open(path, "xb") as file:
         file.write(data)
         sync(file)
+
+
+def copy_beside(beside: Mapping[str, str], folder: str) -> None:
+    """Files and folders as they are, under their names; links as what they lead to."""
+    for name, path in beside.items():
+        target = f"{folder}/{check_name(name, folder)}"
+        if os.path.lexists(target):
+            raise CheckpointError(f"{name} lies beside the tree, and is a name of the format", where=path)
+        shutil.copytree(path, target) if os.path.isdir(path) else shutil.copyfile(path, target)
+        for file in _files_below(target):
+            with open(file, "rb") as copied:
+                os.fsync(copied.fileno())
+
+
+def _files_below(path: str) -> Iterator[str]:
+    if not os.path.isdir(path):
+        yield path
+    for folder, _, names in os.walk(path):
+        yield from (f"{folder}/{name}" for name in names)
 
 
 def sync(file: IO[bytes]) -> None:

@@ -1,7 +1,7 @@
 """place_rows: the rows of a leaf at given places of a larger (or smaller) array."""
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -72,7 +72,7 @@ class PlaceRows:
 
 
 def place_rows(
-    pattern: "str | re.Pattern[str]", rows: "Sequence[int] | Mapping[int, int]", *, into: Any, axis: int = 0
+    pattern: "str | re.Pattern[str]", rows: "Iterable[Any] | Mapping[Any, Any]", *, into: Any, axis: int = 0
 ) -> PlaceRows:
     """Place the rows of leaves in another array, whose other rows stay: an old vocabulary in a new embedding.
 

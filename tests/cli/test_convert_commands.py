@@ -257,3 +257,16 @@ def test_convert_imports_no_jax(saved: Path, tmp_path: Path):
     env = os.environ | {"PYTHONPATH": str(Path(ok.__file__).parent.parent)}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_recipes_go_by_name_and_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    bundle = Path(__file__).parent.parent / "worlds/tf_bundle/b_adam"
+    assert run(capsys, "convert", bundle, tmp_path / "flax", "--recipe", "bert")[0] == 0
+    assert run(capsys, "convert", tmp_path / "flax", tmp_path / "back", "--recipe", "bert:inverse")[0] == 0
+    assert run(capsys, "diff", bundle, tmp_path / "back", "--values")[0] == 0
+    code, _, err = run(capsys, "convert", bundle, tmp_path / "no", "--recipe", "brt")
+    assert code == 2
+    assert "one of bert, bert_hf, openpi" in err
+    code, _, err = run(capsys, "convert", bundle, tmp_path / "no", "--recipe", "openpi:vision_heads")
+    assert code == 2
+    assert "has no two sides" in err
