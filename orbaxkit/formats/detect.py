@@ -24,7 +24,6 @@ from orbaxkit.formats.classify import (
 )
 from orbaxkit.formats.files import Folder, check_not_lfs
 from orbaxkit.formats.keys import open_random_key
-from orbaxkit.formats.leveldb_table import is_table
 from orbaxkit.formats.ocdbt import MANIFEST
 from orbaxkit.formats.orbax import open_item
 from orbaxkit.formats.safetensors import SUFFIX, is_safetensors, open_safetensors
@@ -35,6 +34,7 @@ DEFAULT_ITEM = "default"
 _ITEM_FILES = {*OWN_NAMES, "checkpoint", MANIFEST}
 _LOOKED_FOR = "no _METADATA, no checkpoint file, no manifest.ocdbt, no array folders and no steps are here"
 _FOREIGN = {
+    ".index": "a TensorFlow checkpoint",
     ".pt": "a PyTorch file",
     ".pth": "a PyTorch file",
     ".bin": "a PyTorch file",
@@ -118,6 +118,11 @@ def _locate_file(folder: Folder, name: str) -> Layout:
     prefix = tf_bundle.prefix_of(name)
     if prefix is not None and folder.file_size(f"{prefix}{INDEX}") is not None:
         return _bundle_layout(folder, prefix)
+    if prefix is not None and not name.endswith(INDEX):
+        raise CheckpointError(f"the TensorFlow index {prefix}{INDEX} is missing", where=path)
+    if tf_bundle.is_table_file(folder, name):
+        hint = "write it again with tf.compat.v1.train.Saver, whose default is the V2 format"
+        raise CheckpointError(f"{name} is a TensorFlow checkpoint in the old V1 format", where=path, hint=hint)
     inside = enclosing_item(Folder(path))
     if inside is not None:
         raise _inside(path, inside)
@@ -132,12 +137,7 @@ def _locate_file(folder: Folder, name: str) -> Layout:
         return _flax_layout(path, folder, name)
     with folder.open(name) as file:
         head = file.read(64)
-        file.seek(-8, os.SEEK_END) if len(head) == 64 else None
-        tail = file.read(8)
     check_not_lfs(head, path)
-    if is_table(tail):
-        hint = "write it again with tf.compat.v1.train.Saver, whose default is the V2 format"
-        raise CheckpointError(f"{name} is a TensorFlow checkpoint in the old V1 format", where=path, hint=hint)
     problem = "begins like no format that is known here" if head else "is empty"
     raise CheckpointError(f"{name} is no checkpoint: it {problem}", where=path)
 
@@ -154,6 +154,9 @@ def _bundles_layout(folder: Folder, prefixes: list[str], step: int | None) -> La
     steps = tf_bundle.steps_of(prefixes)
     if len(prefixes) == 1 and (step is None or not steps):
         return _check_step(_bundle_layout(folder, prefixes[0]), step)
+    named = tf_bundle.latest(folder, prefixes)
+    if not steps and named is not None and step is None:
+        return _bundle_layout(folder, named)
     if not steps:
         hint = f"open one by its prefix: {folder.where(prefixes[0])}"
         leaves = [(prefix, "") for prefix in prefixes]

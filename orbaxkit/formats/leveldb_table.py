@@ -12,7 +12,7 @@ from orbaxkit.errors import CheckpointError
 from orbaxkit.formats.snappy import decompress
 
 MAGIC = 0xDB4775248B80FB57
-_FOOTER_BYTES = 48
+FOOTER_BYTES = 48
 _TRAILER_BYTES = 5  # how a block is compressed, and its CRC
 _PLAIN, _SNAPPY = 0, 1
 _MASK = 0xA282EAD8
@@ -64,9 +64,9 @@ def varint(data: bytes, at: int) -> tuple[int, int]:
 
 
 def _entries(data: bytes) -> Iterator[tuple[bytes, bytes]]:
-    if len(data) < _FOOTER_BYTES or not is_table(data):
+    if len(data) < FOOTER_BYTES or not is_table(data):
         raise Damaged("it has no table's end")
-    footer = data[-_FOOTER_BYTES:]
+    footer = data[-FOOTER_BYTES:]
     at = 0
     for _ in range(2):  # the handle of the metaindex, which is empty
         _, at = varint(footer, at)

@@ -20,13 +20,15 @@ from orbaxkit.errors import CheckpointError, shorten
 from orbaxkit.formats import Done, Pending, Value
 from orbaxkit.formats.files import Folder
 from orbaxkit.formats.flat import BLOCK_BYTES, read_region
-from orbaxkit.formats.leveldb_table import Damaged, mask, masked_crc, varint
+from orbaxkit.formats.leveldb_table import FOOTER_BYTES, Damaged, is_table, mask, masked_crc, varint
 from orbaxkit.formats.tf_index import INDEX, STRING, TF_DTYPES, Entry, read_index
 from orbaxkit.formats.values import kind_of, scalar_value
 from orbaxkit.paths import KeyPath, format_path
 from orbaxkit.specs import DTYPES, LeafSpec, Specs
 
 _SHARD = re.compile(r"(.+)\.data-\d{5}-of-\d{5}")
+_LIST = "checkpoint"
+_LATEST = re.compile(r'^model_checkpoint_path: "([^"\n]*)"', re.MULTILINE)
 _STEP = re.compile(r".*-(\d+)")
 
 
@@ -160,12 +162,30 @@ def prefix_of(name: str) -> str | None:
     return shard[1] if shard else name.removesuffix(INDEX) if name.endswith(INDEX) else None
 
 
+def is_table_file(folder: Folder, name: str) -> bool:
+    """Whether a file ends as an index does: one that is called otherwise is a checkpoint of the V1 format."""
+    size = folder.file_size(name) or 0
+    if size < FOOTER_BYTES:
+        return False
+    with folder.open(name) as file:
+        return is_table(os.pread(file.fileno(), 8, size - 8))
+
+
 def bundles(names: Iterable[str]) -> list[str]:
     """The prefixes of the bundles in a folder with these names."""
     found = list(names)
     with_shards = {match[1] for name in found if (match := _SHARD.fullmatch(name))}
     indexed = [name.removesuffix(INDEX) for name in found if name.endswith(INDEX)]
     return [prefix for prefix in indexed if prefix in with_shards]
+
+
+def latest(folder: Folder, prefixes: Iterable[str]) -> str | None:
+    """Which of a folder's bundles its text file `checkpoint` calls the latest; only the last name of its path counts."""
+    if not folder.file_size(_LIST):
+        return None
+    found = _LATEST.search(folder.read(_LIST, 1 << 20).decode("utf-8", "replace"))
+    name = found[1].rpartition("/")[2] if found else None
+    return name if name in set(prefixes) else None
 
 
 def steps_of(prefixes: Iterable[str]) -> list[tuple[int, str]]:

@@ -329,3 +329,34 @@ def test_snappy_copies_repeat_what_is_there(copies, start):
         for _ in range(length):
             plain.append(plain[-offset])
     assert decompress(varint(len(plain)) + data) == plain
+
+
+def test_the_list_beside_them_says_which_is_the_latest_by_name_only(tmp_path):
+    for case in ("partitioned", "object"):
+        for file in (GOLDEN / case).glob("*.*-of-*"):
+            shutil.copy(file, tmp_path)
+        shutil.copy(next((GOLDEN / case).glob("*.index")), tmp_path)
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "/gone/long ago/model.ckpt"\n')
+    assert "rows" in ok.open(tmp_path).specs
+    (tmp_path / "checkpoint").write_text('model_checkpoint_path: "../../elsewhere"\n')
+    with pytest.raises(ok.CheckpointError, match="several TensorFlow checkpoints") as error:
+        ok.open(tmp_path)
+    assert [name for name, _ in error.value.leaves] == ["model.ckpt", "obj-1"]
+
+
+@pytest.mark.parametrize("end", ["", ".index", ".data-00000-of-00001"])
+def test_any_file_beside_the_list_opens_its_bundle(tmp_path, end):
+    prefix = copied("partitioned", tmp_path)
+    (prefix.parent / "checkpoint").write_text('model_checkpoint_path: "model.ckpt"\n')
+    assert len(ok.open(f"{prefix}{end}").specs) == 4
+
+
+def test_what_lacks_its_index_or_is_of_v1_is_told_beside_the_list_too(tmp_path):
+    prefix = copied("partitioned", tmp_path)
+    shutil.copy(GOLDEN / "v1/old.ckpt", prefix.parent)
+    (prefix.parent / "checkpoint").write_text('model_checkpoint_path: "old.ckpt"\n')
+    with pytest.raises(ok.CheckpointError, match="old V1 format"):
+        ok.open(prefix.parent / "old.ckpt")
+    Path(f"{prefix}.index").unlink()
+    with pytest.raises(ok.CheckpointError, match=r"the TensorFlow index model\.ckpt\.index is missing"):
+        ok.open(f"{prefix}.data-00000-of-00001")
