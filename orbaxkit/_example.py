@@ -17,6 +17,9 @@ WIDTH, HIDDEN, HEADS, HEAD_WIDTH = 48, 128, 4, 12
 VISION_LAYERS, LANGUAGE_LAYERS, LANGUAGE_WIDTH, ACTION_WIDTH = 27, 18, 64, 32
 
 
+_LANGUAGE = "PaliGemma/llm"
+
+
 def _vision_shapes() -> dict[str, tuple[int, ...]]:
     layers, block = VISION_LAYERS, "img/Transformer/encoderblock"
     attention = f"{block}/MultiHeadDotProductAttention_0"
@@ -55,18 +58,26 @@ def _action_shapes() -> dict[str, tuple[int, ...]]:
 
 
 def _language_shapes() -> dict[str, tuple[int, ...]]:
-    layers, width = LANGUAGE_LAYERS, LANGUAGE_WIDTH
-    return {
-        "PaliGemma/llm/embedder/input_embedding": (1024, width),
-        "PaliGemma/llm/final_norm/scale": (width,),
-        "PaliGemma/llm/layers/attn/attn_vec_einsum/w": (layers, 8, width // 8, width),
-        "PaliGemma/llm/layers/attn/kv_einsum/w": (layers, 2, 1, width, width // 8),
-        "PaliGemma/llm/layers/attn/q_einsum/w": (layers, 8, width, width // 8),
-        "PaliGemma/llm/layers/mlp/gating_einsum": (layers, 2, width, 4 * width),
-        "PaliGemma/llm/layers/mlp/linear": (layers, 4 * width, width),
-        "PaliGemma/llm/layers/pre_attention_norm/scale": (layers, width),
-        "PaliGemma/llm/layers/pre_ffw_norm/scale": (layers, width),
+    """Both experts of the language model: the second one is as wide as the actions, and its norms are adaptive."""
+    layers, adaptive = f"{_LANGUAGE}/layers", {"kernel": (WIDTH, 3 * WIDTH), "bias": (3 * WIDTH,)}
+    shapes: dict[str, tuple[int, ...]] = {
+        f"{_LANGUAGE}/embedder/input_embedding": (1024, LANGUAGE_WIDTH),
+        f"{_LANGUAGE}/final_norm/scale": (LANGUAGE_WIDTH,),
     }
+    shapes |= {f"{_LANGUAGE}/final_norm_1/Dense_0/{name}": shape for name, shape in adaptive.items()}
+    for norm in ("pre_attention_norm", "pre_ffw_norm"):
+        shapes[f"{layers}/{norm}/scale"] = (LANGUAGE_LAYERS, LANGUAGE_WIDTH)
+        shapes |= {f"{layers}/{norm}_1/Dense_0/{name}": (LANGUAGE_LAYERS, *shape) for name, shape in adaptive.items()}
+    for suffix, width in (("", LANGUAGE_WIDTH), ("_1", WIDTH)):
+        layer = {
+            f"attn/attn_vec_einsum{suffix}/w": (8, 8, width),
+            f"attn/kv_einsum{suffix}/w": (2, 1, width, 8),
+            f"attn/q_einsum{suffix}/w": (8, width, 8),
+            f"mlp{suffix}/gating_einsum": (2, width, 4 * width),
+            f"mlp{suffix}/linear": (4 * width, width),
+        }
+        shapes |= {f"{layers}/{name}": (LANGUAGE_LAYERS, *shape) for name, shape in layer.items()}
+    return shapes
 
 
 def write_example(folder: Path) -> None:

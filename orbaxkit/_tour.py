@@ -24,6 +24,7 @@ from orbaxkit.optimizer.stored import find_states
 from orbaxkit.paths import KeyPath, format_path, parse_path
 from orbaxkit.planning import Transform, make_plan
 from orbaxkit.planning.scanned import Scanned, find_scanned
+from orbaxkit.recipes import recipe
 from orbaxkit.transforms import select, unstack
 
 
@@ -170,6 +171,16 @@ def _export(checkpoint: Checkpoint) -> Iterator[str]:
         yield str(verify(exported))
 
 
+def _recipe(checkpoint: Checkpoint) -> Iterator[str]:
+    params = _params_alone(find_params(checkpoint.specs).path)
+    plan = make_plan(checkpoint.specs, *params, recipe("openpi"))
+    with tempfile.TemporaryDirectory(prefix="orbaxkit-tour-") as folder:
+        exported = convert(checkpoint, Path(folder) / "model.safetensors", *params, recipe("openpi"))
+        yield f"{len(plan.outputs)} tensors under the names of openpi's PyTorch port, such as"
+        yield from list(plan.outputs)[:3]
+        yield str(diff(checkpoint, exported, *params, recipe("openpi"), values=True)).splitlines()[-1]
+
+
 def _params_alone(path: KeyPath) -> tuple[Transform, ...]:
     return (select(f"{format_path(path)}/**"),) if path else ()
 
@@ -184,5 +195,10 @@ STOPS = (
         "The params as safetensors, compared with where they came from, and verified",
         "ok.convert(ckpt, 'model.safetensors', …); ok.diff(…, values=True); ok.verify('model.safetensors')",
         _export,
+    ),
+    Stop(
+        "Into another world by a recipe, if it is a pi0 or pi0.5",
+        "ok.convert(ckpt, 'model.safetensors', ok.select('params/**'), ok.recipe('openpi'))",
+        _recipe,
     ),
 )
