@@ -180,7 +180,7 @@ def bundles(names: Iterable[str]) -> list[str]:
 
 
 def latest(folder: Folder, prefixes: Iterable[str]) -> str | None:
-    """Which of a folder's bundles its text file `checkpoint` calls the latest; only the last name of its path counts."""
+    """The bundle that a folder's text file `checkpoint` calls the latest; only the last name of its path counts."""
     if not folder.file_size(_LIST):
         return None
     found = _LATEST.search(folder.read(_LIST, 1 << 20).decode("utf-8", "replace"))
