@@ -26,7 +26,7 @@ from orbaxkit.formats.files import Folder, check_not_lfs
 from orbaxkit.formats.keys import open_random_key
 from orbaxkit.formats.ocdbt import MANIFEST
 from orbaxkit.formats.orbax import open_item
-from orbaxkit.formats.safetensors import SUFFIX, is_safetensors, open_safetensors
+from orbaxkit.formats.safetensors import INDEX_SUFFIX, SUFFIX, is_safetensors, open_safetensors
 from orbaxkit.formats.sidecars import ARRAY_METADATAS, is_process_file
 from orbaxkit.formats.tf_index import INDEX
 
@@ -128,6 +128,8 @@ def _locate_file(folder: Folder, name: str) -> Layout:
         raise _inside(path, inside)
     if name.endswith(SUFFIX):
         return Layout(path, "safetensors", {DEFAULT_ITEM: path})
+    if name.endswith(INDEX_SUFFIX):
+        return Layout(folder.path, "safetensors", {DEFAULT_ITEM: folder.path})
     foreign = _FOREIGN.get(os.path.splitext(name)[1])
     if foreign:
         raise CheckpointError(f"{name} is {foreign}, not an Orbax checkpoint", where=path)

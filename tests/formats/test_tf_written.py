@@ -1,6 +1,6 @@
 """More that TensorFlow 2.21 itself wrote: shards, uneven parts, an object-based and a V1 checkpoint; hostile indexes.
 
-`golden/tf_written/write.py` wrote them; `variables.json` holds the hashes of the arrays before they were saved.
+`worlds/tf_written/write.py` wrote them; `variables.json` holds the hashes of the arrays before they were saved.
 """
 
 import hashlib
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 import orbaxkit as ok
 from orbaxkit.formats.snappy import decompress
 
-GOLDEN = Path(__file__).parent.parent / "golden/tf_written"
+GOLDEN = Path(__file__).parent.parent / "worlds/tf_written"
 PREFIXES = {"adam": "model.ckpt-20", "sharded": "model.ckpt-7", "partitioned": "model.ckpt", "object": "obj-1"}
 MAGIC = 0xDB4775248B80FB57
 
