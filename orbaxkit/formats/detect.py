@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
 from orbaxkit.errors import CheckpointError, shorten
-from orbaxkit.formats import Source, array_metadatas, flax_msgpack, tf_bundle
+from orbaxkit.formats import Source, array_metadatas, flax_msgpack, haiku_pickle, tf_bundle
 from orbaxkit.formats.classify import (
     OWN_NAMES,
     V1_MARKER,
@@ -38,7 +38,6 @@ _FOREIGN = {
     ".pt": "a PyTorch file",
     ".pth": "a PyTorch file",
     ".bin": "a PyTorch file",
-    ".pkl": "a pickle",
     ".npz": "a numpy archive",
     ".h5": "an HDF5 file",
 }
@@ -128,6 +127,8 @@ def _locate_file(folder: Folder, name: str) -> Layout:
         raise _inside(path, inside)
     if name.endswith(SUFFIX):
         return Layout(path, "safetensors", {DEFAULT_ITEM: path})
+    if name.endswith(haiku_pickle.SUFFIXES):
+        return Layout(path, "haiku_pickle", {DEFAULT_ITEM: path}, writer="Haiku")
     if name.endswith(INDEX_SUFFIX):
         return Layout(folder.path, "safetensors", {DEFAULT_ITEM: folder.path})
     foreign = _FOREIGN.get(os.path.splitext(name)[1])
@@ -353,6 +354,8 @@ def _paused_collection() -> Iterator[None]:
 def _load(path: str, item: str) -> Source:
     if path.endswith(SUFFIX) and not os.path.isdir(path):
         return open_safetensors(path)
+    if path.endswith(haiku_pickle.SUFFIXES) and not os.path.isdir(path):
+        return haiku_pickle.open_pickle(path)
     if os.path.isfile(f"{path}{INDEX}"):
         return tf_bundle.open_bundle(path)
     if not os.path.isdir(path):

@@ -7,9 +7,13 @@ from typing import Any
 from orbaxkit.errors import TransformError
 from orbaxkit.recipes.bert import bert, bert_hf
 from orbaxkit.recipes.openpi import openpi
+from orbaxkit.recipes.perceiver import perceiver
+from orbaxkit.recipes.praxis import praxis
 from orbaxkit.recipes.recipe import Recipe as Recipe
 
-RECIPES: Mapping[str, Callable[..., Recipe]] = {make.__name__: make for make in (bert, bert_hf, openpi)}
+RECIPES: Mapping[str, Callable[..., Recipe]] = {
+    make.__name__: make for make in (bert, bert_hf, openpi, perceiver, praxis)
+}
 
 
 def recipe(name: str, **options: Any) -> Recipe:
@@ -20,7 +24,9 @@ def recipe(name: str, **options: Any) -> Recipe:
 
     `bert`: TensorFlow's variables and Adam's slots <-> nested Flax names and an optax state. `bert_hf`: TensorFlow's
     variables <-> the torch tensors of transformers. `openpi`: pi0's and pi0.5's JAX params <-> those of openpi's
-    PyTorch port; options `lora="merge"` or `"keep"`, `lora_scale`, and on the way back `vision_heads`.
+    PyTorch port; options `lora="merge"` or `"keep"`, `lora_scale`, and on the way back `vision_heads`. `praxis`:
+    Praxis' checkpoint <-> NeMo Automodel's modules. `perceiver`: DeepMind's Haiku params <-> transformers' Perceiver;
+    option `conv`.
 
     Raises TransformError: there is no such recipe, or it has no such option.
 

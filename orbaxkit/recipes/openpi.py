@@ -11,7 +11,7 @@ from orbaxkit.arguments import one_of
 from orbaxkit.errors import TransformError
 from orbaxkit.paths import KeyPath, format_path, parse_path
 from orbaxkit.planning.plan import Plan, Transform
-from orbaxkit.recipes.recipe import Recipe, Row
+from orbaxkit.recipes.recipe import Cut, Recipe, Row
 from orbaxkit.transforms import merge_lora, rename
 
 _PALIGEMMA = "paligemma_with_expert/paligemma/model"
@@ -50,11 +50,11 @@ def openpi(*, vision_heads: int | None = None, lora: str | None = None, lora_sca
         "openpi's PyTorch tensors",
         rows,
         origin_root="params",
-        unstacks=(
-            (_BLOCK, "encoderblock/{i}"),
-            (_LAYER, "layers/{i}"),
-            *((f"{_LAYER}/{{i}}/attn/{name}/w", "w/{j}") for name in ("kv_einsum", "kv_einsum_1")),
-            *((f"{_LAYER}/{{i}}/{name}/gating_einsum", "gating_einsum/{j}") for name in ("mlp", "mlp_1")),
+        cuts=(
+            Cut(_BLOCK, "encoderblock/{i}"),
+            Cut(_LAYER, "layers/{i}"),
+            *(Cut(f"{_LAYER}/{{i}}/attn/{name}/w", "w/{j}") for name in ("kv_einsum", "kv_einsum_1")),
+            *(Cut(f"{_LAYER}/{{i}}/{name}/gating_einsum", "gating_einsum/{j}") for name in ("mlp", "mlp_1")),
         ),
         arrive=arrive,
         sizes=sizes,

@@ -39,6 +39,25 @@ class Row:
         return Row(self.goal, self.origin, f"{right.strip()} -> {left.strip()}" if arrow else "", self.group)
 
 
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """Leaves that are several in one: after `layout`, position j of the first axis becomes the leaf `into` of the rest.
+
+    For a subtree that is scanned, or a leaf. `sizes` are those of axes that the layout splits.
+    """
+
+    pattern: str
+    into: str
+    layout: str = ""
+    sizes: tuple[tuple[str, int], ...] = ()
+
+    def steps(self, root: KeyPath) -> list[Any]:
+        """The transforms."""
+        where = _below(root, self.pattern)
+        cut = [unstack(where, into=self.into, axis=0)]
+        return [reshape(where, self.layout, **dict(self.sizes)), *cut] if self.layout else cut
+
+
 def no_steps(plan: Plan, root: KeyPath) -> Iterable[Transform]:
     """What most recipes need beside their rows."""
     return ()
@@ -51,7 +70,7 @@ def no_sizes(plan: Plan, root: KeyPath) -> Mapping[str, int]:
 
 @dataclass(frozen=True, repr=False)
 class Recipe:
-    """See `recipe`. Paths in `rows` and `unstacks` begin at the node that holds the params.
+    """See `recipe`. Paths in `rows` and `cuts` begin at the node that holds the params.
 
     Where a recipe goes back, its rows are turned, and the rest stays as it was written for the way there.
     """
@@ -62,7 +81,10 @@ class Recipe:
     rows: tuple[Row, ...]
     origin_root: str = ""  # where the params lie in what the way back makes
     goal_root: str = ""  # and in what the way there makes
-    unstacks: tuple[tuple[str, str], ...] = ()  # pattern and `into` of what is scanned, cut before the rows
+    cuts: tuple[Cut, ...] = ()  # before the rows on the way there
+    mixed: frozenset[str] = frozenset()  # the groups that some layers have and others not
+    keeps_others: bool = False  # params that no row knows keep their names, else they are refused
+    beside: tuple[str, ...] = ()  # nodes that go along with the one that holds the params
     arrive: Steps = no_steps  # before all else on the way there
     leave: Steps = no_steps  # after all else on the way back
     sizes: Callable[[Plan, KeyPath], Mapping[str, int]] = no_sizes  # of axes that rows split, by name
@@ -123,16 +145,17 @@ class Recipe:
         return "\n".join([f"{self.origin} -> {self.goal}", *align(rows, [False] * 5)])
 
     def _firsts(self) -> set[str]:
-        return {row.origin.split("/")[0] for row in self.rows}
+        return {_first(row.origin) for row in self.rows}
 
     def _root(self, plan: Plan) -> KeyPath:
         """The node that holds the params: where the first names of the rows are."""
-        firsts = self._firsts()
+        firsts, beside = self._firsts(), {(name,) for name in self.beside}
         roots: dict[KeyPath, str] = {}
         for name, output in plan.outputs.items():
-            depth = next((k for k, segment in enumerate(output.path) if str(segment) in firsts), None)
-            if depth is not None and not any(is_optimizer_name(segment) for segment in output.path[:depth]):
-                roots.setdefault(output.path[:depth], name)
+            depth = next((k for k, segment in enumerate(output.path) if _first(segment) in firsts), None)
+            outer = output.path[:depth]
+            if depth is not None and outer[-1:] not in beside and not any(map(is_optimizer_name, outer)):
+                roots.setdefault(outer, name)
         if len(roots) == 1:
             return next(iter(roots))
         if roots:
@@ -145,41 +168,37 @@ class Recipe:
         raise TransformError(f"this holds no params of {self.origin}", where=repr(self), hint=hint)
 
     def _is_other_side(self, plan: Plan) -> bool:
-        others = {row.goal.split("/")[0] for row in self.rows} - self._firsts()
-        return any(str(segment) in others for output in plan.outputs.values() for segment in output.path)
+        others = {_first(row.goal) for row in self.rows} - self._firsts()
+        return any(_first(segment) in others for output in plan.outputs.values() for segment in output.path)
 
     def _moved(self, plan: Plan, root: KeyPath, at: KeyPath) -> Plan:
         if root == at:
             return plan
         present = {output.path[len(root)] for output in plan.outputs.values() if output.path[: len(root)] == root}
-        firsts = [first for first in present if str(first) in self._firsts()]
+        firsts = [first for first in present if _first(first) in self._firsts()]
         rules: dict[Any, str] = {
             f"{format_path((*root, first))}/**": f"{format_path((*at, first))}/**" for first in firsts
         }
         return apply_transform(rename(rules), plan)
 
     def _cut(self, plan: Plan, root: KeyPath) -> Plan:
-        """What is scanned as one leaf per layer."""
-        for rule in self._unstacks(root):
-            if _matches_any(plan, rule.pattern):
-                plan = apply_transform(rule, plan)
+        """What is several leaves in one, cut."""
+        for cut in self._cuts_at_hand():
+            steps = cut.steps(root)
+            plan = _applied(plan, steps if _matches_any(plan, steps[-1].pattern) else ())
         return plan
 
     def _joined(self, plan: Plan, root: KeyPath) -> Plan:
-        for rule in reversed([rule.inverse() for rule in self._unstacks(root)]):
-            if _matches_any(plan, rule.pattern):
-                plan = apply_transform(rule, plan)
+        for cut in reversed(self._cuts_at_hand()):
+            steps = [step.inverse() for step in reversed(cut.steps(root))]
+            plan = _applied(plan, steps if _matches_any(plan, steps[0].pattern) else ())
         return plan
 
-    def _unstacks(self, root: KeyPath) -> list[Any]:
+    def _cuts_at_hand(self) -> list[Cut]:
         """Those that rows at hand are about."""
         names = [_example(row.goal if self.is_inverse else row.origin) for row in self.rows]
-        rules = []
-        for pattern, into in self.unstacks:
-            cut = _example("/".join([*pattern.split("/")[:-1], into]))
-            if any(name[: len(cut)] == cut for name in names):
-                rules.append(unstack(_below(root, pattern), into=into, axis=0))
-        return rules
+        made = {cut: _example("/".join([*cut.pattern.split("/")[:-1], cut.into])) for cut in self.cuts}
+        return [cut for cut, path in made.items() if any(name[: len(path)] == path for name in names)]
 
     def _mapped(self, plan: Plan, root: KeyPath) -> Plan:
         """Lay out and rename each param by its row."""
@@ -204,9 +223,9 @@ class Recipe:
             own = next(((row, match) for row, pattern in patterns if (match := pattern.match(inner)) is not None), None)
             if own is not None:
                 found[name] = own
-            else:
+            elif not self.keeps_others:
                 problems.append((name, self._unknown(inner)))
-        problems += [(format_path((*root, *path)), told) for path, told in _missing(self.rows, found)]
+        problems += [(format_path((*root, *path)), told) for path, told in self._missing(found)]
         if problems:
             hint = "leave out what is not wanted with ok.drop, rename what is called otherwise, before the recipe"
             if self._is_other_side(plan):
@@ -220,9 +239,29 @@ class Recipe:
         firsts = self._firsts()
         for name, output in plan.outputs.items():
             inner = output.path[len(root) :]
-            is_param = output.path[: len(root)] == root and inner and str(inner[0]) in firsts
+            is_param = output.path[: len(root)] == root and inner and _first(inner[0]) in firsts
             if is_param and (self.part is None or self.part.match(inner) is not None):
                 yield name, inner
+
+    def _missing(self, found: Mapping[str, tuple[Row, Match]]) -> Iterator[tuple[KeyPath, str]]:
+        """Rows without a leaf, and layers that lack a leaf which others have."""
+        numbers: dict[Row, set[int]] = {row: set() for row in self.rows if "*" not in row.origin}
+        for row, match in found.values():
+            if row in numbers:
+                numbers[row].add(int(match.named.get("i") or 0))
+        groups = {row.group for row, _ in found.values()}
+        layers: dict[Any, set[int]] = {}
+        for row, those in numbers.items():
+            layers.setdefault(_family(row), set()).update(those)
+            layers.setdefault((_family(row), row.group), set()).update(those)
+        for row, those in numbers.items():
+            if row.group and row.group not in groups:
+                continue
+            wanted = set(range(max(layers[_family(row)], default=0) + 1))
+            if row.group in self.mixed:
+                wanted = layers[_family(row), row.group]
+            told = "is missing, other layers have it" if those else "is missing"
+            yield from ((parse_path(row.origin.replace("{i}", str(n))), told) for n in sorted(wanted - those))
 
     def _unknown(self, inner: KeyPath) -> str:
         text = format_path(inner)
@@ -232,21 +271,9 @@ class Recipe:
         return known or f"no row knows it{f', nearest is {close[0]}' if close else ''}"
 
 
-def _missing(rows: Iterable[Row], found: Mapping[str, tuple[Row, Match]]) -> Iterator[tuple[KeyPath, str]]:
-    """Rows without a leaf, and layers that lack a leaf which others have."""
-    numbers: dict[Row, set[int]] = {row: set() for row in rows}
-    for row, match in found.values():
-        numbers[row].add(int(match.named.get("i") or 0))
-    groups = {row.group for row, _ in found.values()}
-    layers: dict[str, int] = {}
-    for row, those in numbers.items():
-        layers[_family(row)] = max([layers.get(_family(row), 0), *(n + 1 for n in those)])
-    for row, those in numbers.items():
-        if row.group and row.group not in groups:
-            continue
-        lacking = sorted(set(range(layers[_family(row)] or 1)) - those)
-        told = "is missing, other layers have it" if those else "is missing"
-        yield from ((parse_path(row.origin.replace("{i}", str(n))), told) for n in lacking)
+def _first(segment: Any) -> str:
+    """The first part of a name: Haiku's modules are paths in one key."""
+    return str(segment).split("/")[0]
 
 
 def _family(row: Row) -> str:
