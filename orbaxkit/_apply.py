@@ -28,7 +28,6 @@ def apply(tree: Any, *transforms: Transform) -> Any:
         TransformError: a rule cannot be applied to these leaves.
         TargetError: the result has leaves for which a container (a TrainState, a NamedTuple) has no place.
 
-    >>> import jax.numpy as jnp
     >>> tree = {"layers": {"w": jnp.ones((2, 3))}}
     >>> ok.apply(tree, ok.unstack("layers", into="layers_{i}", axis=0)).keys()
     dict_keys(['layers_0', 'layers_1'])

@@ -32,9 +32,9 @@ def open_checkpoint(path: Any, *, step: int | None = None, item: str | None = No
     Raises:
         CheckpointError: there is no checkpoint, no such step or item, or its metadata is damaged.
 
-    Example:
-        >>> ckpt = ok.open("runs/pi0", step=20000)
-        >>> ckpt.specs["params/head/kernel"]
+    >>> ckpt = ok.open("runs/pi0", step=20000)
+    >>> str(ckpt.specs["params/head/kernel"])
+    'bfloat16[8, 2]'
     """
     if isinstance(path, Checkpoint):
         if step is None and item is None:
@@ -58,7 +58,12 @@ def _no_such_item(layout: Layout, item: str) -> CheckpointError:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """An opened checkpoint: where it lies (`layout`), what it holds (`specs`), where its bytes come from (`source`)."""
+    """An opened checkpoint: where it lies (`layout`), what it holds (`specs`), where its bytes come from (`source`).
+
+    >>> ckpt = ok.open("runs/pi0")
+    >>> ckpt.format, ckpt.step, len(ckpt.specs)
+    ('orbax', 20000, 13)
+    """
 
     layout: Layout
     item: str | None = None  # the one item it was narrowed to

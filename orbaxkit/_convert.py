@@ -62,7 +62,10 @@ def convert(
         TransformError: a rule cannot be applied to these leaves.
         OrbaxkitError: a leaf needs more memory than the limit.
 
-    >>> ok.convert("runs/pi0", "params", ok.select("params/**"))  # doctest: +SKIP
+    >>> ok.convert("runs/pi0", "params.safetensors", ok.select("params/**")).name
+    'params.safetensors'
+    >>> ok.convert(state, "copy", memory_limit="1GB").name
+    'copy'
     """
     opened, held, where = open_source(source, step, item)
     plan = make_plan(held.specs, *transforms)

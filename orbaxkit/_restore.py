@@ -58,7 +58,10 @@ def restore(
         CheckpointError: it cannot be opened, or data is missing or damaged.
         TargetError: the plan's leaves and the target's disagree, or a value does not survive its target's dtype.
 
-    >>> state = ok.restore("runs/pi0", target=state)  # doctest: +SKIP
+    >>> state = ok.restore("runs/pi0", target=state)
+    >>> blocks = ok.restore("runs/pi0", ok.select("params/blocks/**"), as_numpy=True)
+    >>> blocks["params"]["blocks"]["bias"].shape
+    (3, 8)
     """
     leniency = Leniency(on_missing, on_unexpected, on_shape_mismatch)
     one_of("strip_value", strip_value, ("auto", True, False), TargetError)
@@ -112,7 +115,9 @@ def restore_params(
     Raises:
         CheckpointError: there are no params, or several subtrees could be them; all are listed.
 
-    >>> params = ok.restore_params("runs/pi0")  # doctest: +SKIP
+    >>> params = ok.restore_params("runs/pi0")
+    >>> params["head"]["kernel"].dtype
+    dtype(bfloat16)
     """
     ckpt = open_checkpoint(checkpoint, step=step, item=item)
     found = find_params(ckpt.specs, which)

@@ -100,7 +100,7 @@ def verify(
     Raises:
         CheckpointError: it cannot be opened at all.
 
-    >>> assert ok.verify("runs/pi0")  # doctest: +SKIP
+    >>> assert ok.verify("runs/pi0")
     """
     ckpt = open_checkpoint(path, step=step, item=item)
     source = ckpt.source

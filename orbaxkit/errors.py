@@ -9,6 +9,12 @@ class OrbaxkitError(Exception):
     """Anything orbaxkit refuses to do.
 
     The text shows at most five offending leaves; `leaves` holds every one, as `(path, what is wrong)`.
+
+    >>> try:
+    ...     ok.plan("runs/pi0", ok.select("parms/**"))
+    ... except ok.OrbaxkitError as error:
+    ...     print(error.leaves[0][0])
+    parms/**
     """
 
     def __init__(
@@ -24,23 +30,51 @@ class OrbaxkitError(Exception):
 
 
 class CheckpointError(OrbaxkitError):
-    """What is on disk cannot be opened or read: no checkpoint, unfinished, damaged or hostile."""
+    """What is on disk cannot be opened or read: no checkpoint, unfinished, damaged or hostile.
+
+    >>> ok.open("runs/pi1")
+    Traceback (most recent call last):
+    orbaxkit.errors.CheckpointError: no such file or folder
+    where: ...
+    """
 
 
 class TargetError(OrbaxkitError):
-    """The checkpoint and the target disagree, or a value does not survive the dtype that was asked for."""
+    """The checkpoint and the target disagree, or a value does not survive the dtype that was asked for.
+
+    >>> ok.restore_params("runs/pi0", target={"head": {"kernel": jnp.zeros((8, 3), jnp.bfloat16)}})
+    Traceback (most recent call last):
+    orbaxkit.errors.TargetError: the checkpoint and the target disagree on 1 leaf
+    ...
+    """
 
 
 class TransformError(OrbaxkitError):
-    """A pattern or a rule cannot be applied to these leaves."""
+    """A pattern or a rule cannot be applied to these leaves.
+
+    >>> ok.unstack("params/blocks", into="block")
+    Traceback (most recent call last):
+    orbaxkit.errors.TransformError: into='block' must have one {i} for the layer's number
+    hint: ...
+    """
 
 
 class NotInvertibleError(TransformError):
-    """Some leaves of a plan cannot be computed back."""
+    """Some leaves of a plan cannot be computed back.
+
+    >>> ok.cast("bfloat16").inverse()
+    Traceback (most recent call last):
+    orbaxkit.errors.NotInvertibleError: the dtypes before the cast are not known
+    ...
+    """
 
 
 class CheckpointWarning(UserWarning):
-    """Something about a checkpoint cannot be known; what was assumed is in the text."""
+    """Something about a checkpoint cannot be known; what was assumed is in the text.
+
+    >>> import warnings
+    >>> warnings.simplefilter("error", ok.CheckpointWarning)  # be strict about what has to be assumed
+    """
 
 
 def shown(text: object) -> str:

@@ -78,6 +78,10 @@ class LeafSpec:
 
     Kinds: `array` (a jax array, or one whose type was not recorded), `numpy`, `scalar` (a Python or numpy number),
     `string`, `key` (typed PRNG keys: `shape` counts keys, `stored_shape` their uint32 data), `empty` (None, {}, [], …).
+
+    >>> spec = ok.open("runs/pi0").specs["params/head/kernel"]
+    >>> spec.shape, spec.nbytes, spec.kind
+    ((8, 2), 32, 'array')
     """
 
     shape: tuple[int, ...] = ()
@@ -136,6 +140,10 @@ class Specs(Mapping[str, LeafSpec]):
 
     `paths` gives each leaf's typed path; `containers` the types of inner nodes that the files name ("tuple", or the
     name of a NamedTuple class), by the text of the node's path.
+
+    >>> specs = ok.open("runs/pi0").specs
+    >>> specs.paths["opt_state/0/count"]
+    ('opt_state', 0, 'count')
     """
 
     leaves: Mapping[str, LeafSpec]

@@ -27,6 +27,10 @@ class Plan:
 
     Strings and empty nodes pass through as reads. `containers` says which inner nodes of the outputs are tuples, where
     the source knows.
+
+    >>> plan = ok.plan("runs/pi0", ok.select("params/head/*"), ok.transpose("params/head/kernel"))
+    >>> plan.specs["params/head/kernel"].shape, plan.inverse().specs["params/head/kernel"].shape
+    ((2, 8), (8, 2))
     """
 
     source: Specs

@@ -42,7 +42,11 @@ class Chain:
 
 
 def chain(*transforms: Transform) -> Chain:
-    """Apply transforms in order: `chain(a, b)(plan)` is `b(a(plan))`. Chains inside are flattened."""
+    """Apply transforms in order: `chain(a, b)(plan)` is `b(a(plan))`. Chains inside are flattened.
+
+    >>> ok.chain(ok.transpose("w"), ok.rename({"w": "weight"})).inverse()
+    chain(rename({'weight': 'w'}), transpose('w'))
+    """
     flat: list[Transform] = []
     for transform in transforms:
         flat += transform.transforms if isinstance(transform, Chain) else [transform]

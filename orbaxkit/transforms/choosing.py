@@ -55,12 +55,20 @@ class Drop:
 
 
 def select(*patterns: "str | re.Pattern[str]") -> Select:
-    """Keep only the leaves that any of the patterns matches; a pattern that matches nothing is an error."""
+    """Keep only the leaves that any of the patterns matches; a pattern that matches nothing is an error.
+
+    >>> sorted(ok.restore("runs/pi0", ok.select("params/**", "step")))
+    ['params', 'step']
+    """
     return Select(_compiled(patterns, "select"))
 
 
 def drop(*patterns: "str | re.Pattern[str]") -> Drop:
-    """Leave out the leaves that any of the patterns matches; a pattern that matches nothing is an error."""
+    """Leave out the leaves that any of the patterns matches; a pattern that matches nothing is an error.
+
+    >>> sorted(ok.restore("runs/pi0", ok.drop("opt_state/**")))
+    ['params', 'step']
+    """
     return Drop(_compiled(patterns, "drop"))
 
 

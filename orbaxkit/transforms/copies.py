@@ -39,5 +39,8 @@ def unreplicate(pattern: "str | re.Pattern[str]", *, axis: int = 0) -> Unreplica
     """Take one copy of leaves that were saved once per device (`flax.jax_utils.replicate`): `[copies, ...] -> [...]`.
 
     That the copies are equal, bit for bit, is checked when they are read; TransformError names the first that differs.
+
+    >>> ok.apply({"w": jnp.ones((8, 3))}, ok.unreplicate("w"))["w"].shape
+    (3,)
     """
     return Unreplicate(compile_pattern(pattern), whole("axis", axis))

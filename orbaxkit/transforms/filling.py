@@ -139,6 +139,11 @@ def fill(
         shape, dtype: of a new leaf filled with a number.
 
     Leaves of the plan that the pattern matches and a tree or checkpoint does not have are an error.
+
+    >>> head = {"kernel": jnp.zeros((8, 10), jnp.bfloat16)}
+    >>> rules = ok.select("params/**"), ok.fill("params/head/**", head, under="params/head")
+    >>> ok.restore("runs/pi0", *rules)["params"]["head"]["kernel"].shape
+    (8, 10)
     """
     return Fill(
         compile_pattern(pattern),

@@ -185,6 +185,10 @@ def split(
 
     The last segment of the path becomes each name, or the last `levels` segments:
     `split("**/qkv/kernel", into=["q/kernel", "k/kernel", "v/kernel"], axis=-1, levels=2)`.
+
+    >>> tree = {"qkv": jnp.arange(6.0)}
+    >>> ok.apply(tree, ok.split("qkv", into=["q", "k", "v"], axis=0))["k"]
+    Array([2., 3.], dtype=float32)
     """
     into = _names(into, "split")
     parts = None if sizes is None else wholes("sizes", sizes, least=0)
@@ -208,6 +212,10 @@ def concat(
     The first pattern finds leaves; the others, filled with what it caught, name their partners. The last segment of the
     first, or its last `levels` segments, become `into`. `sizes` (checked) makes the rule invertible. A leaf without its
     partners is an error.
+
+    >>> tree = {"q": jnp.zeros(2), "k": jnp.ones(2)}
+    >>> ok.apply(tree, ok.concat(["q", "k"], into="qk", axis=0))["qk"]
+    Array([0., 0., 1., 1.], dtype=float32)
     """
     if len(patterns) < 2 or isinstance(patterns, str):
         raise TransformError("concat needs two patterns or more", hint="concat(['**/q', '**/k'], into='qk', axis=-1)")

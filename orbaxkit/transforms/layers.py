@@ -234,6 +234,10 @@ def unstack(
 
     Raises TransformError when applied: no or several possible axes (all are listed), leaves that disagree on how
     many layers there are.
+
+    >>> layers = ok.restore("runs/pi0", ok.unstack("params/blocks", into="block_{i}", axis=0))
+    >>> sorted(layers["params"])
+    ['block_0', 'block_1', 'block_2', 'head']
     """
     compiled = compile_pattern(pattern)
     index_template(into, compiled, "into")
@@ -269,6 +273,10 @@ def stack(
         block, period: for two levels: layer `b * period + j` becomes position b of the leaves below `block` with
             number j.
         remainder: where the layers go that do not fill a block.
+
+    >>> tree = {f"layer_{i}": {"w": jnp.full(2, i)} for i in range(3)}
+    >>> ok.apply(tree, ok.stack("layer_{i}", into="layers"))["layers"]["w"].shape
+    (3, 2)
     """
     compiled = compile_pattern(pattern)
     if compiled.regex is None and len(last_captures(compiled)) != 1:

@@ -80,6 +80,9 @@ def transpose(pattern: "str | re.Pattern[str]", axes: Sequence[int] | None = Non
     """Permute axes: axis `k` of the result is axis `axes[k]`; without `axes` they are reversed.
 
     A dense kernel `[in, out]` becomes a torch weight `[out, in]`; a conv kernel HWIO becomes OIHW with `(3, 2, 0, 1)`.
+
+    >>> ok.apply({"kernel": jnp.ones((2, 3))}, ok.transpose("kernel"))["kernel"].shape
+    (3, 2)
     """
     return Transpose(compile_pattern(pattern), None if axes is None else wholes("axes", axes))
 
@@ -89,6 +92,9 @@ def reshape(pattern: "str | re.Pattern[str]", shape: "Sequence[int] | str", **si
 
     `reshape("**/query/kernel", "d (n h) -> d n h", n=8)` splits an axis; `"d n h -> (n h) d"` merges and transposes.
     Sizes that the leaf's shape does not tell are given by name.
+
+    >>> ok.apply({"w": jnp.ones((4, 6))}, ok.reshape("w", "d (n h) -> n d h", n=2))["w"].shape
+    (2, 4, 3)
     """
     if isinstance(shape, str):
         parse_axes(shape)

@@ -90,6 +90,10 @@ def merge_lora(
         form: `product`: `dW = A @ B`. `summed_heads`: openpi's `attn_vec_einsum`, whose LoRA sums over heads twice:
             `dW[n, h, d] = sum_l A[n, h, l] * sum_m B[m, l, d]`; there `W + A @ B` is wrong.
         rest: LoRA leaves that the rule does not use are an error; "keep" leaves those of other rules to them.
+
+    >>> tree = {"w": jnp.eye(2), "a": jnp.array([[1.0], [0.0]]), "b": jnp.array([[0.0, 2.0]])}
+    >>> ok.apply(tree, ok.merge_lora("w", a="a", b="b"))["w"].tolist()
+    [[1.0, 2.0], [0.0, 1.0]]
     """
     one_of("form", form, LORA_FORMS)
     one_of("rest", rest, ("error", "keep"))

@@ -92,6 +92,9 @@ def rename(rules: "Mapping[str | re.Pattern[str], str] | PathFunction") -> Renam
 
     Templates use what the patterns caught: `{"params/layers_{i}/**": "model/{i}/**"}`. The first rule that matches a
     leaf renames it, the others leave it; a rule that renames nothing, and two leaves under one path, are errors.
+
+    >>> list(ok.plan(params, ok.rename({"blocks/**": "encoder/**", "head/{x}": "out/{x}"})).outputs)
+    ['encoder/bias', 'encoder/kernel', 'out/kernel']
     """
     if callable(rules):
         return Rename(function=rules)

@@ -93,6 +93,9 @@ def cast(dtype: "Any | Mapping[str, Any]", pattern: "str | re.Pattern[str] | Non
     A mapping of patterns to dtypes casts each leaf by the first pattern that matches it. Float to float rounds; into
     integers, values that do not fit (and NaN) are an error when data is read; strings, empty nodes and PRNG keys, and
     complex to real, are refused at once.
+
+    >>> str(ok.plan("runs/pi0", ok.cast("float16", "params/**")).specs["params/head/kernel"])
+    'float16[8, 2]'
     """
     if isinstance(dtype, Mapping):
         if not dtype:
@@ -102,7 +105,11 @@ def cast(dtype: "Any | Mapping[str, Any]", pattern: "str | re.Pattern[str] | Non
 
 
 def affine(pattern: "str | re.Pattern[str]", *, scale: int | float = 1.0, shift: int | float = 0.0) -> Affine:
-    """Make `x * scale + shift` of floating-point leaves, computed in float32 or wider, rounded to their dtype."""
+    """Make `x * scale + shift` of floating-point leaves, computed in float32 or wider, rounded to their dtype.
+
+    >>> ok.apply({"norm": jnp.zeros(2)}, ok.affine("norm", shift=1))["norm"]
+    Array([1., 1.], dtype=float32)
+    """
     return Affine(compile_pattern(pattern), float(scale), float(shift))
 
 
