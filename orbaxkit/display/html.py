@@ -1,7 +1,8 @@
-"""A checkpoint as a folding HTML tree for notebooks: no scripts, the page's own colours, everything escaped."""
+"""Checkpoints and plans as folding HTML for notebooks: no scripts, the page's own colours, everything escaped."""
 
 from collections.abc import Iterable
 from html import escape
+from itertools import groupby
 from typing import Any
 
 from orbaxkit.display.header import header
@@ -20,6 +21,23 @@ def to_html(checkpoint: Any) -> str:
     rows = expand(build(checkpoint.specs), depth=None, limit=SHOWN_ROWS)
     head = "".join(f"<div>{_quiet(label)} {escape(text)}</div>" for label, text in header(checkpoint))
     return f'<div style="{_STYLE}">{head}<div style="margin-top: 0.5em">{_levels(rows)}</div></div>'
+
+
+# What the first letter of a plan's lines stands for.
+_SIGNS = {"=": "kept", "~": "changed", "+": "filled", "-": "dropped"}
+
+
+def plan_to_html(text: str) -> str:
+    """Show a plan in a notebook: its first line, and a fold for what is kept, changed, filled and dropped."""
+    first, *lines = text.splitlines()
+    folds = ""
+    for sign, group in groupby(lines, key=lambda line: line[:1]):
+        rows = [f"<div>{escape(line[2:])}</div>" for line in group]
+        label = f"{_SIGNS.get(sign, 'more')}: {counted(len(rows), 'line')}"
+        is_open = " open" if sign in "~+" else ""
+        inside = f'<div style="{_INSIDE}">{"".join(rows)}</div>'
+        folds += f"<details{is_open}><summary>{escape(label)}</summary>{inside}</details>"
+    return f'<div style="{_STYLE}"><div>{escape(first)}</div>{folds}</div>'
 
 
 def _levels(rows: Iterable[Row]) -> str:

@@ -141,6 +141,11 @@ class Plan:
     def __str__(self) -> str:
         return self.describe()
 
+    def _repr_html_(self) -> str:
+        from orbaxkit.display.html import plan_to_html
+
+        return plan_to_html(self.describe(most=1000))
+
     def __repr__(self) -> str:
         return f"<Plan: {len(self.source):,} leaves -> {len(self.outputs):,}>"
 

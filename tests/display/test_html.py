@@ -5,6 +5,7 @@ from html.parser import HTMLParser
 import pytest
 from display.standins import Opened, array, tree
 
+import orbaxkit as ok
 from orbaxkit.display.html import to_html
 from orbaxkit.specs import Specs
 
@@ -70,3 +71,17 @@ def test_very_many_leaves_are_cut():
     text = to_html(Opened(specs))
     assert "… and 3,000 more" in text
     assert text.count("<div>") < 2100
+
+
+def test_plans_fold_by_what_happens_to_their_leaves():
+    specs = Specs.of([(("a", "w"), array(2, 3)), (("b<script>",), array(4)), (("c",), array(5))])
+    plan = ok.plan(specs, ok.drop("c"), ok.transpose("a/w"), ok.fill("new", 0.0, shape=(2,), dtype="float32"))
+    found = Outline()
+    found.feed(plan._repr_html_())
+    found.close()
+    assert found.open == []
+    assert found.tags == {"div", "details", "summary"}
+    assert "b<script>" in found.text
+    for label in ("kept: 1 line", "changed: 1 line", "filled: 1 line", "dropped: 1 line"):
+        assert label in found.text
+    assert "transpose(a/w, 1, 0)" in found.text
