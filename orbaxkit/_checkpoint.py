@@ -25,7 +25,7 @@ def open_checkpoint(path: Any, *, step: int | None = None, item: str | None = No
 
     Args:
         path: the root of a run (its latest finished step is taken), a step, an item, or a file; a `str`, a
-            `PathLike`, an Orbax `CheckpointManager` or an opened `Checkpoint`.
+            `PathLike`, an Orbax `CheckpointManager` or v1 `training.Checkpointer`, or an opened `Checkpoint`.
         step: the step to take from a root.
         item: the item to narrow to; without it, several items are the first level of the tree.
 
@@ -40,14 +40,26 @@ def open_checkpoint(path: Any, *, step: int | None = None, item: str | None = No
         if step is None and item is None:
             return path
         path, item = path.layout.root if step is not None and path.layout.root else path.path, item or path.item
-    if hasattr(path, "directory") and hasattr(path, "latest_step"):
-        path, step = path.directory, path.latest_step() if step is None else step
+    if is_manager(path):
+        path, step = path.directory, _latest_step(path) if step is None else step
     layout = locate(path, step)
     if item is not None and item not in layout.items:
         raise _no_such_item(layout, item)
     if not layout.is_finished:
         warnings.warn(f"{layout.path}: {_UNFINISHED}", CheckpointWarning, stacklevel=2)
     return Checkpoint(layout, item)
+
+
+def is_manager(path: Any) -> bool:
+    """Whether this is Orbax's `CheckpointManager`, or the `training.Checkpointer` of its v1 API."""
+    return hasattr(path, "directory") and (hasattr(path, "latest_step") or hasattr(path, "latest"))
+
+
+def _latest_step(manager: Any) -> int | None:
+    if hasattr(manager, "latest_step"):
+        found: int | None = manager.latest_step()
+        return found
+    return getattr(manager.latest, "step", None)
 
 
 def _no_such_item(layout: Layout, item: str) -> CheckpointError:

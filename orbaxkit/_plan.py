@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from orbaxkit._checkpoint import Checkpoint, open_checkpoint
+from orbaxkit._checkpoint import Checkpoint, is_manager, open_checkpoint
 from orbaxkit.errors import OrbaxkitError
 from orbaxkit.formats import Source
 from orbaxkit.planning import Plan, Transform, make_plan
@@ -35,8 +35,7 @@ def plan(source: Any, *transforms: Transform, step: int | None = None, item: str
 
 def open_source(source: Any, step: int | None = None, item: str | None = None) -> tuple[Any, Source, str | None]:
     """A path or a tree, opened: what was opened, where its values come from, and its path if it has one."""
-    is_path = isinstance(source, (str, os.PathLike, Checkpoint))
-    if is_path or (hasattr(source, "directory") and hasattr(source, "latest_step")):
+    if isinstance(source, (str, os.PathLike, Checkpoint)) or is_manager(source):
         ckpt = open_checkpoint(source, step=step, item=item)
         return ckpt, ckpt.source, ckpt.path
     if step is not None or item is not None:

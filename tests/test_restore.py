@@ -1,5 +1,6 @@
 """Restoring: what comes back is what was saved, on the devices that were asked for, or an error that says why not."""
 
+import importlib
 import json
 import logging
 import shutil
@@ -69,6 +70,17 @@ def test_checkpoint_manager_and_steps(tmp_path):
         assert ok.restore(manager, step=9)["w"][0] == 9
     with pytest.raises(CheckpointError, match="there is no step 7"):
         ok.restore(tmp_path / "run", step=7)
+
+
+def test_the_checkpointer_of_the_v1_api_and_its_steps(tmp_path):
+    v1 = importlib.import_module("orbax.checkpoint.experimental.v1")
+    with v1.training.Checkpointer(tmp_path / "run") as checkpointer:
+        for step in (1, 2):
+            save = getattr(checkpointer, "save", checkpointer.save_pytree)  # its name has changed
+            save(step, {"params": {"w": jnp.full(3, step)}, "step": step})
+        assert ok.restore(checkpointer)["step"] == 2
+        np.testing.assert_array_equal(ok.restore_params(checkpointer, step=1)["w"], np.full(3, 1))
+        assert len(ok.plan(checkpointer).outputs) == 2
 
 
 def test_A10_sharded_checkpoint_on_one_device_and_on_four(f2, caplog):
