@@ -15,14 +15,15 @@ from orbaxkit.errors import CheckpointError, shorten
 from orbaxkit.formats import Done, Pending, Value
 from orbaxkit.formats.files import Folder, check_name
 from orbaxkit.formats.flat import BLOCK_BYTES, read_region
-from orbaxkit.formats.safetensors_header import Header, Tensor, read_header
+from orbaxkit.formats.safetensors_header import Header, Tensor, name_problem, read_header
 from orbaxkit.formats.safetensors_sidecar import KEY, Entry, Sidecar, decode
-from orbaxkit.formats.structure import from_names, in_tree_order
+from orbaxkit.formats.structure import MAX_DEPTH, from_names, in_tree_order
 from orbaxkit.formats.values import scalar_value
 from orbaxkit.specs import Kind, LeafSpec, Specs
 
 SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
+_NO_TIES = ("format",)  # the library says there for which framework a file is; a tensor may have that name
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,7 +100,7 @@ class SafetensorsSource:
     def _tie_problem(self, name: str, held: Held) -> str | None:
         if held.tensor is None or held.twin is None or _same_bytes(self.folder, held.tensor, held.twin):
             return None
-        return f"it is noted as tied to {self.tied[name]}, and both are here with different values"
+        return f"it is noted as tied to {self.tied.get(name, self.specs[name].stored_name)}, and both are here with different values"
 
 
 def is_safetensors(names: Iterable[str]) -> bool:
@@ -113,7 +114,7 @@ def open_safetensors(path: str) -> SafetensorsSource:
         return _open_folder(Folder(path))
     folder, name = Folder(os.path.dirname(path)), os.path.basename(path)
     header = read_header(folder, name)
-    return _source(folder, header.tensors, header.metadata, ())
+    return _source(folder, header.tensors, header.metadata, (), folder.where(name))
 
 
 def _open_folder(folder: Folder) -> SafetensorsSource:
@@ -134,7 +135,7 @@ def _open_folder(folder: Folder) -> SafetensorsSource:
                 hint=f"open one of them: {folder.where(file)}",
             )
         tensors |= header.tensors
-    return _source(folder, tensors, _metadata(headers.values()), ())
+    return _source(folder, tensors, _metadata(headers.values()), (), folder.path)
 
 
 def _metadata(headers: Iterable[Header]) -> dict[str, str]:
@@ -157,7 +158,15 @@ def _open_indexed(folder: Folder, index: str) -> SafetensorsSource:
     extra = [name for header in headers.values() for name in header.tensors if name not in places]
     notes = [f"{len(extra)} tensors are in no index and left out: {', '.join(shorten(extra))}"] if extra else []
     notes += [f"{len(missing)} files are missing: {', '.join(shorten(sorted(missing)))}"] if missing else []
-    return _source(folder, tensors, _metadata(headers.values()), tuple(notes))
+    notes += _listed_elsewhere(places, headers)
+    return _source(folder, tensors, _metadata(headers.values()), tuple(notes), folder.where(index))
+
+
+def _listed_elsewhere(places: Mapping[str, str], headers: Mapping[str, Header]) -> list[str]:
+    """What the index decides: tensors that another file holds, too."""
+    found = [(n, file) for file, header in headers.items() for n in header.tensors if places.get(n, file) != file]
+    lines = [f"{name} of {places[name]} is read, not that of {file}: so the index says" for name, file in found]
+    return shorten(lines)
 
 
 def _indexed(name: str, file: str, headers: Mapping[str, Header]) -> Tensor | str:
@@ -168,11 +177,15 @@ def _indexed(name: str, file: str, headers: Mapping[str, Header]) -> Tensor | st
 
 
 def _source(
-    folder: Folder, tensors: Mapping[str, Tensor | str], metadata: Mapping[str, str], notes: tuple[str, ...]
+    folder: Folder,
+    tensors: Mapping[str, Tensor | str],
+    metadata: Mapping[str, str],
+    notes: tuple[str, ...],
+    where: str,
 ) -> SafetensorsSource:
     text = metadata.get(KEY)
-    sidecar = _inferred(tensors, metadata) if text is None else decode(text, folder.path)
-    specs = Specs.of([(entry.path, _spec(entry, tensors)) for entry in sidecar.entries], sidecar.containers)
+    sidecar = _inferred(tensors, metadata, where) if text is None else decode(text, where)
+    specs = _specs(sidecar, tensors, where)
     entries = dict(zip(specs.leaves, sidecar.entries, strict=True))
     by_tensor = {entry.tensor: name for name, entry in entries.items() if entry.tensor and not entry.tied}
     held = {name: _held(entry, tensors) for name, entry in entries.items()}
@@ -196,9 +209,20 @@ def _source(
     )
 
 
-def _inferred(tensors: Mapping[str, Tensor | str], metadata: Mapping[str, str]) -> Sidecar:
+def _specs(sidecar: Sidecar, tensors: Mapping[str, Tensor | str], where: str) -> Specs:
+    try:
+        return Specs.of([(entry.path, _spec(entry, tensors)) for entry in sidecar.entries], sidecar.containers)
+    except CheckpointError as error:
+        raise CheckpointError("its names make no tree", leaves=error.leaves, where=where) from None
+
+
+def _inferred(tensors: Mapping[str, Tensor | str], metadata: Mapping[str, str], where: str) -> Sidecar:
     """Names split at dots; ties as the safetensors library notes them: the name left out -> the one that is kept."""
-    ties = {name: kept for name, kept in metadata.items() if kept in tensors and name != kept}
+    noted = {name: kept for name, kept in metadata.items() if name not in _NO_TIES and not name_problem(name)}
+    ties = {name: kept for name, kept in noted.items() if kept in tensors and name != kept}
+    deep = [(name[:80], "") for name in [*tensors, *ties] if name.count(".") >= MAX_DEPTH]
+    if deep:
+        raise CheckpointError(f"names have more than {MAX_DEPTH} parts", leaves=deep, where=where)
     leaves = in_tree_order(from_names([*tensors, *(name for name in ties if name not in tensors)]).leaves)
     return Sidecar(
         tuple(

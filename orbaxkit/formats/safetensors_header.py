@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -39,6 +40,7 @@ NAMES: Mapping[str, str] = {
     "float8_e4m3fnuz": "F8_E4M3FNUZ",
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
 }
+_SURROGATES = re.compile("[\ud800-\udfff]")
 _DTYPES = {stored: DTYPES[name] for name, stored in NAMES.items() if name in DTYPES}
 
 
@@ -98,16 +100,26 @@ def _tensor(key: str, entry: Any, file: str, base: int, size: int, where: str) -
         raise CheckpointError(
             f"the header has a malformed entry: {key[:80]!r}: {str(entry)[:80]}", where=where
         ) from None
-    if "\0" in key:
-        raise CheckpointError("a tensor's name holds NUL", where=where)
+    problem = name_problem(key)
+    if problem:
+        raise CheckpointError(f"a tensor's name {problem}: {key[:80]!r}", where=where)
     if dtype is None:
         raise CheckpointError(
             f"{key[:80]!r} has a dtype that is not known here: {str(entry['dtype'])[:40]}", where=where
         )
     if end - start != math.prod(shape) * dtype.itemsize:
         raise CheckpointError(f"{key[:80]!r} has {end - start:,} bytes for {dtype.name}{list(shape)}", where=where)
+    if math.prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:  # numpy makes no such array, not even an empty one
+        raise CheckpointError(f"{key[:80]!r} has a shape that no array has: {list(shape)}", where=where)
     short = None if base + end <= size else f"{file} is cut short: it should reach byte {base + end:,} and has {size:,}"
     return Tensor(file, dtype, shape, base + start, short)
+
+
+def name_problem(name: str) -> str | None:
+    """Why a text cannot name a tensor: the library reads no lone surrogates, and no path here holds NUL."""
+    if "\0" in name:
+        return "holds NUL"
+    return "is no Unicode text" if _SURROGATES.search(name) else None
 
 
 def _check_layout(tensors: Mapping[str, Tensor], base: int, size: int, where: str) -> None:

@@ -17,7 +17,7 @@ from orbaxkit.formats.detect import absolute_path
 from orbaxkit.formats.orbax_documents import stored_name
 from orbaxkit.formats.orbax_sink import OrbaxSettings, check_names
 from orbaxkit.formats.safetensors import SUFFIX
-from orbaxkit.formats.safetensors_header import METADATA, NAMES, encode_header
+from orbaxkit.formats.safetensors_header import METADATA, NAMES, encode_header, name_problem
 from orbaxkit.formats.safetensors_sidecar import KEY, encode
 from orbaxkit.formats.sinks import PART_BYTES, Encoded, Spans, text_of
 from orbaxkit.formats.staging import Staging, copy_beside, sync, write_file, writing
@@ -114,12 +114,13 @@ class SafetensorsSink:
         return self._staging
 
     def _header(self, shard: int, length: int = 0) -> bytes:
-        metadata = {"format": self.metadata_format}
+        metadata = {}
         if shard == 0:
             metadata |= {self._names[name]: self._names[kept] for name, kept in self._tied.items()}
             tensors = {name: self._names[self._tied.get(name, name)] for name in self._names}
             settings = {} if self.settings is None else asdict(self.settings)
             metadata[KEY] = encode(self._specs, tensors, self._tied, self._texts, settings)
+        metadata["format"] = self.metadata_format  # a tied leaf of that name is in the sidecar, too
         entries = [
             (t.name, t.spec.dtype.name, t.spec.data_shape, t.spec.nbytes) for t in self._shards[shard] if t.spec.dtype
         ]
@@ -146,7 +147,8 @@ class SafetensorsSink:
         first = 0
         for (start, _), size in zip(spans, shape, strict=True):
             first = first * size + start
-        view = memoryview(np.ascontiguousarray(data).reshape(-1).view(np.uint8))
+        stored = np.ascontiguousarray(data, data.dtype.newbyteorder("<"))  # arrays in memory may have the other order
+        view = memoryview(stored.reshape(-1).view(np.uint8))
         with writing(self._open_staging.path):
             _write_at(self._files[tensor.shard], view, tensor.offset + first * data.dtype.itemsize)
         with self._lock:
@@ -261,13 +263,17 @@ def _check(specs: Specs, tied: Mapping[str, str]) -> None:
         )
     names = [name for name, spec in specs.leaves.items() if spec.kind not in ("string", "empty")]
     check_names(((name, stored_name(specs.paths[name]) or _ROOT) for name in names), "safetensors")
-    bad = [name for name in names if stored_name(specs.paths[name]) == METADATA]
+    bad = [(name, problem) for name in names if (problem := _name_problem(stored_name(specs.paths[name])))]
     if bad:
-        raise CheckpointError("this name is taken in safetensors", leaves=[(name, "is its metadata") for name in bad])
+        raise CheckpointError("safetensors cannot hold these names", leaves=bad, hint="rename them: ok.rename(...)")
     for name, kept in tied.items():
         same = kept in specs.leaves and kept not in tied and name in specs.leaves
         if not same or _facts(specs[name]) != _facts(specs[kept]):
             raise CheckpointError("a leaf is not what it is said to be tied to", leaves=[(name, f"tied to {kept}")])
+
+
+def _name_problem(name: str) -> str | None:
+    return "is its metadata" if name == METADATA else name_problem(name)
 
 
 def _facts(spec: LeafSpec) -> tuple[Any, ...]:
