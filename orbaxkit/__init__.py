@@ -8,6 +8,7 @@ if TYPE_CHECKING:
     from orbaxkit._checkpoint import open_checkpoint as open
     from orbaxkit._convert import convert
     from orbaxkit._diff import diff
+    from orbaxkit._match import match
     from orbaxkit._optimizer import migrate_opt_state, rebuild_opt_state, reset_optimizer
     from orbaxkit._plan import plan
     from orbaxkit._restore import restore, restore_params
@@ -67,6 +68,7 @@ __all__ = [
     "drop",
     "fill",
     "from_json",
+    "match",
     "merge_lora",
     "migrate_opt_state",
     "open",
@@ -94,6 +96,7 @@ _HOMES = {
     "_checkpoint": ("Checkpoint", "open"),
     "_convert": ("convert",),
     "_diff": ("diff",),
+    "_match": ("match",),
     "_optimizer": ("migrate_opt_state", "rebuild_opt_state", "reset_optimizer"),
     "_plan": ("plan",),
     "_restore": ("restore", "restore_params"),

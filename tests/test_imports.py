@@ -27,7 +27,7 @@ ROOMS = (
     {"transforms"},
     {"execute"},
     {"optimizer"},
-    {"recipes"},
+    {"recipes", "matching"},
     {"verbs"},
     {"cli"},
 )

@@ -23,6 +23,7 @@ VERBS = {
     "convert": "write what transforms make of a checkpoint as a new one, in bounded memory",
     "reset-optimizer": "write a checkpoint with its optimizer started again",
     "verify": "read all of a checkpoint and say what is missing, cut short or cannot be decoded",
+    "match": "propose the rules that turn one checkpoint into another",
     "tour": "see the main jobs at work, on a small checkpoint made on the spot or on yours",
 }
 

@@ -1,0 +1,1 @@
+"""Propose which leaf of one tree is which of another, and how its axes move."""

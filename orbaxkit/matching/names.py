@@ -1,0 +1,63 @@
+"""How alike two names are: their words, by what frameworks call the same thing, rare words counting most."""
+
+import math
+import re
+from collections import Counter
+from collections.abc import Iterable, Mapping
+
+_WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
+_NUMBER = re.compile(r"\d+")
+# What stands in a row means one thing.
+_SYNONYMS = (
+    "kernel weight w embedding embeddings embedder scale gamma",
+    "bias beta offset b",
+    "layernorm layer_norm norm ln",
+    "query q",
+    "key k",
+    "value v",
+    "out output o",
+    "attention attn att mha multiheaddotproductattention self_attn",
+    "mlp ffn feedforward mlpblock",
+    "dense linear fc proj projection",
+    "layer layers block blocks encoderblock h",
+    "position pos positions",
+    "decoder decoding",
+    "image img vision",
+    "llm language",
+)
+_SAME = {word: row.split()[0] for row in _SYNONYMS for word in row.split()}
+
+
+def words_of(pattern: str) -> Counter[str]:
+    """The words of a path, each by the name that stands for its like."""
+    words: list[str] = []
+    for segment in pattern.replace('"', "").replace("{i}", "").split("/"):
+        whole = _NUMBER.sub("", segment.lower()).strip("_")
+        parts = [word.lower() for word in _WORD.findall(segment)]
+        words += [_SAME[whole]] if whole in _SAME else [_SAME.get(word, word) for word in parts]
+    return Counter(words)
+
+
+def numbers_of(pattern: str) -> tuple[int, ...]:
+    """The numbers in a path, which tell apart what has the same words."""
+    return tuple([int(number) for number in _NUMBER.findall(pattern)])
+
+
+class Likeness:
+    """Likeness of names from two trees: the common words, weighed by how rare they are in both."""
+
+    def __init__(self, ours: Iterable[str], theirs: Iterable[str]):
+        self._words = {pattern: words_of(pattern) for pattern in (*ours, *theirs)}
+        seen = Counter(word for words in self._words.values() for word in words)
+        count = len(self._words) or 1
+        self._weight: Mapping[str, float] = {word: math.log(1 + count / n) for word, n in seen.items()}
+
+    def __call__(self, ours: str, theirs: str) -> float:
+        """From 0 to 1."""
+        a, b = self._words[ours], self._words[theirs]
+        common, both = a & b, a | b
+        whole = self._sum(both)
+        return self._sum(common) / whole if whole else 0.0
+
+    def _sum(self, words: Counter[str]) -> float:
+        return math.fsum(self._weight[word] * n for word, n in words.items())

@@ -1,0 +1,120 @@
+"""match: the recipes are what is to be found; nothing that is called certain or proved may be wrong."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import orbaxkit as ok
+from orbaxkit.cli import main
+from orbaxkit.matching.layouts import layouts, sizes_of, turn
+from orbaxkit.planning.nodes import reads_of
+
+WORLDS = Path(__file__).parent.parent / "worlds"
+CASES = {
+    "bert_hf": (WORLDS / "tf_bundle/a_params", (), (ok.recipe("bert_hf"),)),
+    "bert": (WORLDS / "tf_bundle/a_params", (), (ok.recipe("bert"), ok.rename({"params/**": "**"}))),
+    "praxis": (WORLDS / "praxis/source", (), (ok.recipe("praxis"),)),
+    "perceiver": (WORLDS / "perceiver/language_tiny.flatmapping.pickle", (), (ok.recipe("perceiver"),)),
+    "openpi": (WORLDS / "pi05_tiny/ckpt", (ok.select("params/**"),), (ok.select("params/**"), ok.recipe("openpi"))),
+}
+# The least share of leaves that is right without help: by specs, and with values.
+LEAST = {"bert_hf": (1, 1), "bert": (1, 1), "praxis": (0.8, 0.95), "perceiver": (0.2, 1), "openpi": (0.4, 0.8)}
+
+
+def judged(found, truth):
+    """(right, wrong, wrong though it was called certain or proved), in leaves of the goal."""
+    right = wrong = surely = 0
+    for pair in found.pairs:
+        count = max(len(pair.ours.names), len(pair.theirs.names))
+        ours = pair.ours.names if pair.how != "unstack" else pair.ours.names * count
+        theirs = pair.theirs.names if pair.how != "stack" else pair.theirs.names * count
+        good = sum(a in truth[b] for a, b in zip(ours, theirs, strict=True))
+        right, wrong = right + good, wrong + count - good
+        surely += (count - good) * (pair.sure != "likely")
+    return right, wrong, surely
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["specs", "values"])
+@pytest.mark.parametrize("name", CASES)
+def test_recipes_are_found_and_nothing_sure_is_wrong(name: str, values: bool):
+    path, before, rules = CASES[name]
+    a, b = ok.restore(path, *before, as_numpy=True), ok.restore(path, *rules, as_numpy=True)
+    plan = ok.plan(path, *rules)
+    truth = {goal: {read.name for read in reads_of(output.expr)} for goal, output in plan.outputs.items()}
+    found = ok.match(a, b, values=values)
+    right, wrong, surely = judged(found, truth)
+    assert surely == 0
+    assert not (values and wrong)
+    assert right >= LEAST[name][values] * len(truth)
+    made = ok.apply(a, found.transform)
+    assert len(ok.plan(made).outputs) >= right
+    assert ok.from_json(json.loads(json.dumps(found.to_json()["transform"]))) == found.transform
+
+
+def test_with_values_the_rules_make_the_other_tree():
+    path, _, rules = CASES["perceiver"]
+    a, b = ok.restore(path, as_numpy=True), ok.restore(path, *rules, as_numpy=True)
+    found = ok.match(a, b, values=True)
+    assert (found.open, found.only_in_a, found.only_in_b) == ((), (), ())
+    assert not ok.diff(ok.apply(a, found.transform), b, values=True)
+
+
+def test_layers_are_unstacked_and_stacked():
+    rng = np.random.default_rng(0)
+    stacked = {
+        "layers": {
+            "w": rng.random((4, 3, 5), np.float32),
+            "b": rng.random((4, 5), np.float32),
+            "n": rng.random((4, 2), np.float32),
+        }
+    }
+    apart = ok.apply(stacked, ok.unstack("layers", into="block_{i}", axis=0), ok.transpose("block_*/w"))
+    for a, b in ((stacked, apart), (apart, stacked)):
+        for values in (False, True):
+            found = ok.match(a, b, values=values)
+            assert (found.open, found.only_in_a, found.only_in_b) == ((), (), ()), str(found)
+            assert not ok.diff(ok.apply(a, found.transform), b, values=True)
+
+
+def test_what_is_equally_good_stays_open():
+    a = {"x": np.zeros((3, 3), np.float32), "y": np.zeros((3, 3), np.float32)}
+    b = {"p": np.zeros((3, 3), np.float32), "q": np.zeros((3, 3), np.float32)}
+    for values in (False, True):
+        found = ok.match(a, b, values=values)
+        assert not found.pairs
+        assert {o.ours for o in found.open} == {"x", "y"}
+        assert "open: x" in str(found)
+
+
+def test_a_square_kernel_is_never_certain():
+    a, b = {"kernel": np.eye(3, dtype=np.float32)}, {"weight": np.eye(3, dtype=np.float32)}
+    (pair,) = ok.match(a, b).pairs
+    assert (pair.layout, pair.sure) == ("i o -> o i", "likely")
+
+
+@settings(max_examples=50)
+@given(st.permutations([2, 3, 5]), st.integers(0, 20))
+def test_layouts_do_what_they_say(shape, seed):
+    shape = tuple(shape)
+    for wanted in {(shape[1], shape[0], shape[2]), (shape[0] * shape[1], shape[2]), (shape[2], shape[0] * shape[1])}:
+        for layout in layouts(shape, wanted):
+            x = np.random.default_rng(seed).random(shape)
+            made = ok.apply(
+                {"x": x}, ok.reshape("x", layout, **sizes_of(layout, wanted)) if layout else ok.cast("float64")
+            )["x"]
+            assert made.shape == wanted
+            back = ok.reshape("x", turn(layout), **sizes_of(turn(layout), shape)) if layout else ok.cast("float64")
+            np.testing.assert_array_equal(ok.apply({"x": made}, back)["x"], x)
+
+
+def test_on_the_command_line_the_rules_go_on_to_convert(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    path, _, rules = CASES["bert_hf"]
+    ok.convert(path, tmp_path / "b", *rules)
+    assert main(["match", str(path), str(tmp_path / "b"), "--transform", str(tmp_path / "rules.json")]) == 0
+    assert "transform = ok.chain(" in capsys.readouterr().out
+    assert main(["convert", str(path), str(tmp_path / "made"), "--plan", str(tmp_path / "rules.json")]) == 0
+    assert not ok.diff(tmp_path / "made", tmp_path / "b", values=True)
