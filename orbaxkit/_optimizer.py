@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from orbaxkit._checkpoint import Checkpoint, open_checkpoint
 from orbaxkit._params import find_params
 from orbaxkit._restore import read_into
-from orbaxkit.arguments import one_of
+from orbaxkit.arguments import one_of, whole
 from orbaxkit.errors import CheckpointError, TargetError, shorten
 from orbaxkit.optimizer.classes import make_empty, make_state
 from orbaxkit.optimizer.fresh import initial_leaves
@@ -124,7 +124,7 @@ def migrate_opt_state(
         places_of(schema),
         state,
         stored_places(state),
-        schedule_count=schedule_count,
+        schedule_count=None if schedule_count is None else whole("schedule_count", schedule_count, least=0),
         sources=sources,
     )
     leniency = on_missing == "init", on_unexpected == "ignore", on_shape_mismatch == "init"

@@ -1,7 +1,7 @@
 """Checks of arguments that would otherwise fail late, or be taken for something else."""
 
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from orbaxkit.errors import OrbaxkitError, TransformError
@@ -11,6 +11,13 @@ def one_of(name: str, value: Any, allowed: Sequence[Any], error: type[OrbaxkitEr
     """Refuse a value that is none of those allowed."""
     if not any(value is choice or (type(value) is type(choice) and value == choice) for choice in allowed):
         raise error(f"{name}={value!r}", hint=f"one of {', '.join(map(repr, allowed))}")
+
+
+def mapping(name: str, value: Any) -> Mapping[Any, Any]:
+    """A mapping, or none."""
+    if value is None or isinstance(value, Mapping):
+        return value or {}
+    raise TransformError(f"{name}={value!r} is no mapping")
 
 
 def whole(name: str, value: Any, least: int | None = None) -> int:

@@ -37,6 +37,8 @@ def _format_segment(segment: Segment) -> str:
 
 def parse_path(text: str) -> KeyPath:
     """The segments of a path's text. Their types are not in the text: an index comes back as a string."""
+    if not isinstance(text, str):
+        raise TransformError(f"{text!r} is no path", hint="the text of one: 'params/head/kernel'")
     return tuple(_unquoted(part) if part.startswith('"') else part for part in _split(text))
 
 
@@ -160,6 +162,8 @@ def compile_pattern(pattern: "str | re.Pattern[str] | Pattern") -> Pattern:
         return pattern
     if isinstance(pattern, re.Pattern):
         return Pattern(pattern.pattern, regex=pattern)
+    if not isinstance(pattern, str):
+        raise TransformError(f"{pattern!r} is no pattern", hint="text, or a compiled regular expression")
     return _compile_glob(pattern)
 
 

@@ -25,7 +25,7 @@ from orbaxkit.specs import LeafSpec, Specs
 # Where an output goes: a sharding, or None for a host array.
 Placements = Mapping[str, Sharding | None]
 
-_EMPTY: Mapping[str, Callable[[], Any]] = {
+EMPTY: Mapping[str, Callable[[], Any]] = {
     "None": lambda: None,
     "Dict": dict,
     "List": list,
@@ -134,7 +134,7 @@ def _inputs(expr: Expr, sharding: Sharding | None) -> list[tuple[Expr, Any]]:
 def _plain(source: Source, expr: Expr, spec: LeafSpec) -> Callable[[], Any]:
     """A number, a string or an empty node."""
     if spec.kind == "empty":
-        return _EMPTY[str(spec.empty)]
+        return EMPTY[str(spec.empty)]
     if not isinstance(expr, Read):  # a fill
         return lambda: expr.value if expr.kind == "string" else np.asarray(expr.value).astype(expr.dtype).item()
     held = source if expr.source is None else expr.source.source

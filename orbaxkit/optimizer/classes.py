@@ -5,6 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from orbaxkit.errors import CheckpointError
+from orbaxkit.execute.devices import EMPTY
 from orbaxkit.states import StateClass
 
 
@@ -41,4 +42,4 @@ def make_empty(name: str) -> Any:
 
     if name in ("EmptyState", "MaskedNode"):
         return optax.EmptyState() if name == "EmptyState" else optax.MaskedNode()
-    return {"None": None, "dict": {}, "list": []}[name]
+    return {"dict": {}, "list": []}[name] if name in ("dict", "list") else EMPTY[name]()

@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from orbaxkit.arguments import mapping
 from orbaxkit.errors import CheckpointError
 from orbaxkit.optimizer.stored import StoredState, TextPath, text_path
 from orbaxkit.paths import KeyPath, Segment, format_path, is_index, parse_path
@@ -56,7 +57,7 @@ def infer(
     `assume` settles nodes by their path in the checkpoint: `{"opt_state/1/0": optax.ScaleByBeliefState}`.
     Raises CheckpointError: an assumed class that does not have the node's fields, or a path that is no node.
     """
-    assumed = {text_path(parse_path(path)): kind for path, kind in (assume or {}).items()}
+    assumed = {text_path(parse_path(path)): kind for path, kind in mapping("assume", assume).items()}
     search = _Inference(state, assumed, makers, {text_path(slot.key_path): slot for slot in state.slots})
     made = search.node(_nested(state), (), None)
     search.refuse_idle()
@@ -181,13 +182,23 @@ class _Inference:
             full = text_path(self.state.root + path)
             if full in self.assumed:
                 return self._assumed(node, path, full)
-            self._guess(path, "MaskedNode", "ambiguous", _EMPTIES)
-            return self.makers.empty("MaskedNode")
+            like = self._empty_param(path)
+            self._guess(path, like or "MaskedNode", "inferred" if like else "ambiguous", () if like else _EMPTIES)
+            return self.makers.empty(like or "MaskedNode")
         made = {key: self.tree(child, (*path, key)) for key, child in node.items()}
         if made and sorted(made, key=str) == sorted(range(len(made)), key=str):
             kind = self.state.whole.containers.get(format_path(self.state.root + path))
             return (tuple if kind == "tuple" else list)(made[i] for i in range(len(made)))
         return {str(key): child for key, child in made.items()}
+
+    def _empty_param(self, path: KeyPath) -> str | None:
+        """What the param is that an empty node mirrors, where it is empty itself."""
+        root = self.state.params
+        if root is None:
+            return None
+        names = (format_path((*root, *path[k:])) for k in range(len(path)))
+        found = next((self.state.whole.leaves[name] for name in names if name in self.state.whole.leaves), None)
+        return None if found is None or found.kind != "empty" else found.empty
 
     def _assumed(self, node: Any, path: KeyPath, full: TextPath) -> Any:
         kind = self.assumed[full]

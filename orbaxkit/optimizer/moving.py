@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
+from orbaxkit.arguments import mapping
 from orbaxkit.optimizer.matching import misfit
 from orbaxkit.optimizer.roles import Place
 from orbaxkit.optimizer.stored import StoredState, TextPath, text_path
@@ -76,7 +77,7 @@ def plan_moves(
     """
     moves = Moves()
     theirs = nodes_of(stored)
-    named = {text_path(parse_path(new)): text_path(parse_path(old)) for new, old in (sources or {}).items()}
+    named = {text_path(parse_path(new)): text_path(parse_path(old)) for new, old in mapping("sources", sources).items()}
     counts: list[str] = []
     schedules: list[Node] = []
     for node in nodes_of(wanted):

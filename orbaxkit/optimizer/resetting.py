@@ -10,7 +10,7 @@ import numpy as np
 from orbaxkit.errors import CheckpointError, TargetError
 from orbaxkit.optimizer.matching import find_leaf
 from orbaxkit.optimizer.roles import Place, places_of, stored_places
-from orbaxkit.optimizer.schema import abstract_state, describe, placeholder
+from orbaxkit.optimizer.schema import abstract_state, placeholder
 from orbaxkit.optimizer.stored import StoredState, find_states, find_step, leaves_below, stored_state, text_path
 from orbaxkit.optimizer.words import chosen, is_meant, known_words
 from orbaxkit.paths import KeyPath, compile_pattern, format_path
@@ -94,7 +94,7 @@ def _all_params(specs: Specs, root: KeyPath, where: object) -> Any:
         hint = "give the tree to fill, in which the optimizer has the params alone: target=…"
         raise TargetError("PRNG keys among the params cannot be trained", leaves=keys, where=where, hint=hint)
     arrays = [(strip_value(path), specs[name]) for name, path in inside.items()]
-    return nest((path, describe(spec)) for path, spec in arrays if spec.kind in ("array", "numpy"))
+    return nest((path, placeholder(spec)) for path, spec in arrays if spec.kind != "string")
 
 
 def _frame(tree: Any, params: Any, params_root: KeyPath, source: KeyPath, root: KeyPath, schema: Any) -> Frame:

@@ -7,6 +7,7 @@ import jax
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
 from orbaxkit.errors import CheckpointError, OrbaxkitError, TargetError
+from orbaxkit.execute.devices import EMPTY
 from orbaxkit.optimizer.stored import StoredState, TextPath, text_path
 from orbaxkit.paths import KeyPath
 from orbaxkit.slots import strip_value
@@ -24,11 +25,11 @@ def params_of(state: StoredState, root: KeyPath | None) -> Any:
             for name, path in state.whole.paths.items()
             if path[: len(root)] == root and path[: len(state.root)] != state.root
         }
-    arrays = {path: spec for path, spec in found.items() if spec.kind in ("array", "numpy", "scalar") and spec.dtype}
-    if not arrays:
+    arrays = {path: spec for path, spec in found.items() if spec.kind != "string" and (spec.dtype or spec.empty)}
+    if not any(spec.dtype for spec in arrays.values()):
         hint = "give their shapes and dtypes: params=jax.eval_shape(…)"
         raise CheckpointError("the params are not in this checkpoint", hint=hint)
-    return nest((path, describe(spec)) for path, spec in arrays.items())
+    return nest((path, placeholder(spec)) for path, spec in arrays.items() if spec.kind != "key")
 
 
 def describe(spec: LeafSpec, sharding: Sharding | None = None) -> Any:
@@ -100,7 +101,9 @@ def _replicated(params: Target) -> Sharding | None:
 
 
 def placeholder(spec: LeafSpec) -> Any:
-    """A stored leaf in an inferred state: an abstract array; Python numbers stay numbers."""
+    """A stored leaf as an abstract array; Python numbers stay numbers, and what is empty stays empty."""
+    if spec.kind == "empty":
+        return EMPTY[str(spec.empty)]()
     if spec.kind == "scalar" and spec.dtype is not None and spec.dtype.kind in "biuf":
         return spec.dtype.type(0).item()
     return describe(spec)

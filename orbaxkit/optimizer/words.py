@@ -1,6 +1,7 @@
 """The words of `keep=` and `only=`: fields, kinds of state, params and paths; and what must not be parted."""
 
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 from orbaxkit.errors import TargetError, shorten
 from orbaxkit.optimizer.roles import Place
@@ -11,9 +12,15 @@ from orbaxkit.paths import KeyPath, compile_pattern, format_path
 _WITHOUT_CORRECTION = {"ScaleByLionState"}
 
 
-def words_of(value: str | Iterable[str] | None) -> tuple[str, ...]:
+def words_of(value: Any) -> tuple[str, ...]:
     """One word or several."""
-    return (value,) if isinstance(value, str) else tuple(value or ())
+    given = () if value is None else (value,) if isinstance(value, str) or not isinstance(value, Iterable) else value
+    words = tuple(given)
+    bad = [word for word in words if not isinstance(word, str)]
+    if bad:
+        hint = 'like "step", "schedule", "nu", "params/head/**"'
+        raise TargetError(f"{bad[0]!r} is no word of keep= or only=", hint=hint)
+    return words
 
 
 def is_meant(word: str, place: Place, path: KeyPath, params: KeyPath) -> bool:

@@ -1,5 +1,7 @@
 """Optimizer states come back as optax made them: for every optimizer of optax, plain and wrapped."""
 
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -223,3 +225,49 @@ def test_an_assumed_class_must_have_the_fields(tmp_path: Path):
         ok.rebuild_opt_state(path, assume={"opt_state/1/0": optax.ScaleByLionState})
     with pytest.raises(ok.CheckpointError, match="ambiguous: opt_state/1/0"):
         ok.rebuild_opt_state(path, assume={"opt_state/7": optax.ScaleByBeliefState})
+
+
+EMPTY = {
+    "none": {"a": None, "w": jnp.ones(2)},
+    "empty": {"a": {}, "l": [], "t": (), "w": jnp.ones(2)},
+    "number": {"s": 1.5, "w": jnp.ones(2)},
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_params_that_hold_nothing_or_a_number_are_params_too(tmp_path: Path, name: str):
+    tx = optax.adam(1e-3)
+    state = tx.init(EMPTY[name])
+    path = save(tmp_path / "c", {"params": EMPTY[name], "opt_state": state, "step": 3})
+    reset = ok.reset_optimizer(path, tx)
+    assert jax.tree.structure(reset["params"]) == jax.tree.structure(EMPTY[name])
+    made = (ok.rebuild_opt_state(path, tx), ok.rebuild_opt_state(path), ok.migrate_opt_state(path, tx))
+    for other in (reset["opt_state"], *made):
+        assert jax.tree.structure(other) == jax.tree.structure(state)
+
+
+def test_arguments_of_the_wrong_kind_are_named():
+    """In a process of its own, since the type checker of these tests would refuse them first."""
+    calls = [
+        "ok.rebuild_opt_state(path, assume=['x'])", "ok.rebuild_opt_state(path, assume={0: 1})",
+        "ok.rebuild_opt_state(path, at=3)", "ok.reset_optimizer(path, tx, keep=3)",
+        "ok.reset_optimizer(path, tx, only=[3])", "ok.migrate_opt_state(path, tx, sources={0: 'x'})",
+        "ok.migrate_opt_state(path, tx, sources=['x'])", "ok.migrate_opt_state(path, tx, schedule_count='x')",
+        "ok.migrate_opt_state(path, tx, schedule_count=-1)", "ok.reset_optimizer(path, tx, on_missing='zeros')",
+    ]  # fmt: skip
+    code = """
+import sys, pathlib, tempfile, jax.numpy as jnp, optax, orbaxkit as ok
+path, tx = pathlib.Path(tempfile.mkdtemp()) / "c", optax.adam(optax.constant_schedule(1.0))
+params = {"w": jnp.ones(2)}
+ok.convert({"params": params, "opt_state": tx.init(params)}, path)
+for call in sys.argv[1:]:
+    try:
+        eval(call)
+        print(call)
+    except ok.OrbaxkitError:
+        pass
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code, *calls], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == ""
