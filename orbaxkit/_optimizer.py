@@ -30,6 +30,8 @@ from orbaxkit.trees import Target, flatten
 
 log = logging.getLogger("orbaxkit")
 
+_MOST = 2**31 - 1
+
 
 def rebuild_opt_state(
     checkpoint: Any,
@@ -43,8 +45,9 @@ def rebuild_opt_state(
 ) -> Any:
     """Rebuild the optimizer state of a checkpoint with its real optax types; only its own bytes are read.
 
-    With `tx`, its structure is exactly that of `tx.init(params)`, and leaves match by field names. Without, classes
-    are inferred from stored class names, field names, order and shapes; `ckpt.describe()` tells what was certain.
+    With `tx`, its structure is exactly that of `tx.init(params)`, and leaves match by field names; moments keep the
+    floating-point dtype that they were saved in. Without, classes are inferred from stored class names, field names,
+    order and shapes; `ckpt.describe()` tells what was certain.
 
     Args:
         params: the params, concrete or abstract, whose shardings the moments get; the checkpoint's own by default.
@@ -61,6 +64,8 @@ def rebuild_opt_state(
     """
     ckpt = _open(checkpoint, step, item)
     state = stored_state(ckpt.specs, at, ckpt.path)
+    if tx is not None and assume:
+        raise TargetError("assume= settles what has to be guessed; with a tx nothing is", hint="leave one of them out")
     if tx is None:
         made, guesses = infer(state, assume, _makers(state))
         for guess in guesses:
@@ -93,7 +98,8 @@ def migrate_opt_state(
     """Continue a checkpoint's optimizer state under another optimizer: moments and counts move by what they are.
 
     States are matched by the fields they hold (Adam's within adamw, within chain(clip, adam), Lion's `mu`, …); what
-    comes from where is one INFO record of the `orbaxkit` logger.
+    comes from where is one INFO record of the `orbaxkit` logger. Hyperparameters (`inject_hyperparams`) are the new
+    tx's; moments keep the floating-point dtype that they were saved in.
 
     Args:
         params: those that are trained from now on, concrete or abstract; the checkpoint's own by default.
@@ -124,7 +130,7 @@ def migrate_opt_state(
         places_of(schema),
         state,
         stored_places(state),
-        schedule_count=None if schedule_count is None else whole("schedule_count", schedule_count, least=0),
+        schedule_count=None if schedule_count is None else _count(schedule_count),
         sources=sources,
     )
     leniency = on_missing == "init", on_unexpected == "ignore", on_shape_mismatch == "init"
@@ -234,6 +240,13 @@ def _open(checkpoint: Any, step: int | None, item: str | None) -> Checkpoint:
     if unknown:
         raise CheckpointError("these leaves are described, but not here", leaves=unknown, where=ckpt.path)
     return ckpt
+
+
+def _count(value: Any) -> int:
+    number = whole("schedule_count", value, least=0)
+    if number > _MOST:
+        raise TargetError(f"schedule_count={number}: optax counts in int32, to {_MOST:,}")
+    return number
 
 
 def _concrete(ckpt: Checkpoint, state: StoredState, params: Any) -> Any:

@@ -3,10 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+
 from orbaxkit.errors import TargetError, shorten
 from orbaxkit.optimizer.roles import Place
 from orbaxkit.optimizer.stored import StoredState, TextPath, text_path
 from orbaxkit.paths import format_path
+from orbaxkit.planning.numbers import category
 from orbaxkit.planning.target import agree
 from orbaxkit.trees import Target, TargetLeaf
 
@@ -63,7 +66,14 @@ def misfit(leaf: TargetLeaf, state: StoredState, stored: str) -> str | None:
     found = state.whole[stored]
     if found.kind != "string" and found.shape != leaf.spec.shape:
         return f"shape: found {found}, wanted {leaf.spec}"
-    return None if agree(found, leaf) else f"dtype: found {found}, wanted {leaf.spec}"
+    if agree(found, leaf) or _are_floats(found.dtype, leaf.spec.dtype):
+        return None
+    return f"dtype: found {found}, wanted {leaf.spec}"
+
+
+def _are_floats(found: np.dtype | None, wanted: np.dtype | None) -> bool:
+    """Moments keep the dtype that training gave them: optax makes bfloat16 ones float32 with its first update."""
+    return found is not None and wanted is not None and category(found) == category(wanted) == "float"
 
 
 def refuse_mismatch(matched: Matched, places: Mapping[str, Place], where: object) -> None:

@@ -90,6 +90,8 @@ def plan_moves(
             continue
         counts += [name for f in source.fields_of("count") for name in source.leaves[f].values() if node.mirrors()]
         _move(node, source, target, state, moves)
+    unknown = set(named) - {node.path for node in nodes_of(wanted)}
+    moves.problems.extend((format_path(path), "is no state of tx, whatever sources= says") for path in sorted(unknown))
     _move_schedules(schedules, [n for n in theirs if n.is_schedule], counts, schedule_count, moves)
     _find_lost(wanted, state, stored, moves)
     return moves
@@ -138,7 +140,7 @@ def _move(node: Node, source: Node, target: Target, state: StoredState, moves: M
             lacking.append(f)
         for rest, name in leaves.items():
             _move_leaf(name, found.get(rest), f in node.mirrors() and bool(found), rest, target, state, moves)
-    moments = [f for f in lacking if f in node.fields_of("moment")]
+    moments = [f for f in node.fields_of("moment") if not any(n in moves.filled for n in node.leaves[f].values())]
     where = format_path(node.path)
     if moments and node.fields_of("count"):
         moves.mismatches.append(
@@ -158,7 +160,7 @@ def _partner_field(f: str, role: str, node: Node, source: Node) -> Mapping[TextP
         )
     if f in node.mirrors():
         return source.leaves.get(f, {})
-    is_argument = f in node.state.fields and node.state.fields[f].initial == "constant"
+    is_argument = f in node.state.fields and node.state.fields[f].argument is not None
     return {} if node.state.name != source.state.name or is_argument else source.leaves.get(f, {})
 
 
@@ -207,7 +209,7 @@ def _find_lost(wanted: Mapping[str, Place], state: StoredState, stored: Mapping[
     for name in dict.fromkeys(unused):
         place = stored.get(name)
         if place is not None and place.is_mirror and place.rest not in params:
-            moves.lost_params[name] = (format_path(place.rest), "is not among the params")
+            moves.lost_params[name] = (format_path(place.rest), "has moments that tx does not keep")
     left = dict.fromkeys(
         format_path((*state.root, *stored[n].node, stored[n].field)) if n in stored else n
         for n in unused

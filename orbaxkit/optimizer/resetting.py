@@ -66,6 +66,9 @@ def frame_of(
     is not that of `tx`.
     """
     source = _params_beside(specs, at) or find_params(specs)
+    if tree is None and _is_lookahead(specs, source):
+        hint = "target={'params': optax.LookaheadParams.init_synced(params), …}"
+        raise TargetError("lookahead's params are two trees, which a dict cannot hold", where=where, hint=hint)
     if tree is None:
         params = _all_params(specs, source, where)
         schema = abstract_state(tx, params)
@@ -83,7 +86,28 @@ def frame_of(
     for root in roots if wanted else ((),):
         if not wanted or set(_by_plain_path(target, root)) == set(wanted):
             return _frame(tree, params, params_root, source, root, schema)
+        trained = _trained(target, params_root, root)
+        some = abstract_state(tx, trained) if trained else schema
+        if set(_by_plain_path(target, root)) == set(_by_plain_path(flatten(some), ())):
+            return _frame(tree, trained, params_root, source, root, some)
     raise _other_state(target, roots, set(wanted), where)
+
+
+def _is_lookahead(specs: Specs, root: KeyPath) -> bool:
+    """Whether there are slow params beside the fast ones."""
+    slow = (*root[:-1], "slow")
+    return root[-1:] == ("fast",) and any(path[: len(slow)] == slow for path in specs.paths.values())
+
+
+def _trained(target: Target, params_root: KeyPath, root: KeyPath) -> Any:
+    """Those of the target's params that its optimizer state mirrors: not NNX's statistics and PRNG states."""
+    mirrored = set(map(text_path, stored_state(target.specs, format_path(root)).mirrored))
+    depth = len(params_root)
+    return nest(
+        (leaf.path[depth:], leaf.value)
+        for leaf in target.leaves.values()
+        if leaf.path[:depth] == params_root and text_path(strip_value(leaf.path[depth:])) in mirrored
+    )
 
 
 def _all_params(specs: Specs, root: KeyPath, where: object) -> Any:
@@ -185,7 +209,8 @@ def _fresh_names(frame: Frame, choice: Choice, where: object) -> set[str]:
     """The leaves of the state that start again."""
     others = _outside(frame)
     outside = {word for word in choice.keep if any(_is_outside(word, path) for path in others)}
-    kept, idle = chosen(choice.keep, frame.places, frame.root, frame.params_root)
+    words = tuple([word for word in choice.keep if word != "step" or word not in outside])  # the tree's, not a field
+    kept, idle = chosen(words, frame.places, frame.root, frame.params_root)
     fresh = set(frame.places)
     unknown = idle - outside
     if choice.only is not None:

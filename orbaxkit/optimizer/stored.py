@@ -1,6 +1,6 @@
 """The optimizer state of a checkpoint: where it lies, its leaves by their paths within it, its slots."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -63,13 +63,17 @@ class StoredState:
         return None
 
     def _params_within(self, around: KeyPath) -> KeyPath | None:
+        others = (self.root, *find_states(self.whole))
         outside = [
             (_OUTSIDE + path, self.whole.leaves[name])
             for name, path in self.whole.paths.items()
-            if path[: len(around)] == around and path[: len(self.root)] != self.root
+            if path[: len(around)] == around and not any(path[: len(root)] == root for root in others)
         ]
         inside = [(path, self.specs[name]) for name, path in self.specs.paths.items()]
-        found = table.mirrored_root(Specs.of([*inside, *outside]), self.slots) if outside else None
+        namesake = [(path, spec) for path, spec in outside if self.root and self.root[-1] in path]
+        tries = (some for some in (namesake, outside) if some)
+        roots = (table.mirrored_root(Specs.of([*inside, *some]), self.slots) for some in tries)
+        found = next((root for root in roots if root is not None), None)
         if found is None and not any(slot.mirrors for slot in self.slots):  # nothing tells but a name beside it
             beside = (*_OUTSIDE, *self.root[:-1], "params")
             found = beside if any(path[: len(beside)] == beside for path, _ in outside) else None
@@ -95,7 +99,7 @@ def text_path(path: KeyPath) -> TextPath:
 def find_states(specs: Specs) -> tuple[KeyPath, ...]:
     """The paths of all optimizer states: nodes named like one, and chains of states that their fields give away."""
     named = dict.fromkeys(_named(path) for path in specs.paths.values())
-    roots = [_descend(specs, path) for path in named if path is not None]
+    roots = [root for path in named if path is not None for root in _several(specs, _descend(specs, path))]
     for slot in find_slots(specs):
         chain = slot.key_path
         while chain and is_index(str(chain[-1])):
@@ -103,6 +107,16 @@ def find_states(specs: Specs) -> tuple[KeyPath, ...]:
         if not any(chain[: len(root)] == root or root[: len(chain)] == chain for root in roots):
             roots.append(chain)
     return tuple(dict.fromkeys(roots))
+
+
+def _several(specs: Specs, root: KeyPath) -> Iterator[KeyPath]:
+    """The states below a node that has one for each network: its keys are those of the params (`gen`, `disc`)."""
+    depth = len(root)
+    keys = dict.fromkeys(path[depth] for path in specs.paths.values() if path[:depth] == root and len(path) > depth)
+    outside = {path[:k] for path in specs.paths.values() if path[:depth] != root for k in range(1, len(path))}
+    around = {node[:-1] for node in outside if node[-1] in keys}
+    is_several = len(keys) > 1 and any(all((*one, key) in outside for key in keys) for one in around)
+    yield from ((*root, key) for key in keys) if is_several else [root]
 
 
 def _named(path: KeyPath) -> KeyPath | None:
@@ -184,6 +198,6 @@ def find_step(specs: Specs) -> str | None:
     named = [
         (len(path), name)
         for name, path in specs.paths.items()
-        if table.strip_value(path)[-1:] == ("step",) and specs.leaves[name].shape == ()
+        if table.strip_value(path)[-1:] == ("step",) and specs.leaves[name].shape == () and specs.leaves[name].dtype
     ]
     return min(named)[1] if named else None

@@ -159,6 +159,10 @@ def main(rounds: int, layers: int) -> None:
         measure.warm_memory(4_000_000_000)
         measure.python(__file__, "write", folder, str(layers), env={"JAX_PLATFORMS": "cpu"})
         measure.python(__file__, "child", "strip", folder, f"{folder}/copied")
+        half = f"{folder}/half"
+        os.mkdir(half)
+        measure.python(__file__, "write", half, str(layers // 2), env={"JAX_PLATFORMS": "cpu"})
+        small = min((timed("strip", half) for _ in range(rounds)), key=lambda run: run["peak"])
         runs = measure.interleaved({way: (lambda way=way: timed(way, folder)) for way in WAYS}, rounds)
     best = {way: {key: min(run[key] for run in some) for key in some[0]} for way, some in runs.items()}
     rows = [
@@ -185,6 +189,11 @@ def main(rounds: int, layers: int) -> None:
                     0.35,
                 ),
                 measure.verdict("strip: MB above imports", above["strip"], 100),
+                measure.verdict(
+                    "strip: MB more above imports than for half the checkpoint",
+                    above["strip"] - (small["peak"] - small["base"]) / measure.MB,
+                    10,
+                ),
                 measure.verdict("unstack: MB above imports", above["unstack"], 2 * whole + 100),
                 measure.verdict("unstack, 64 MB limit: MB above imports", above["unstack, 64 MB limit"], 64 + 100),
             ]

@@ -1,6 +1,6 @@
 """How much of the recipes `ok.match` finds without help: the share of leaves that is right, by specs and with values.
 
-    python tests/benchmarks/match.py
+python tests/benchmarks/match.py
 """
 
 import sys
@@ -8,10 +8,10 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from matching.test_match import CASES, judged  # noqa: E402
+from matching.test_match import CASES, judged
 
-import orbaxkit as ok  # noqa: E402
-from orbaxkit.planning.nodes import reads_of  # noqa: E402
+import orbaxkit as ok
+from orbaxkit.planning.nodes import reads_of
 
 
 def main() -> None:
@@ -23,7 +23,9 @@ def main() -> None:
         for values in (False, True):
             right, wrong, surely = judged(ok.match(a, b, values=values), truth)
             how = "values" if values else "specs"
-            print(f"{name:10} {how:6} right {right / len(truth):4.0%}  wrong {wrong / len(truth):4.0%}  surely {surely}")
+            print(
+                f"{name:10} {how:6} right {right / len(truth):4.0%}  wrong {wrong / len(truth):4.0%}  surely {surely}"
+            )
 
 
 if __name__ == "__main__":
