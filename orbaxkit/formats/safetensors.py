@@ -100,7 +100,8 @@ class SafetensorsSource:
     def _tie_problem(self, name: str, held: Held) -> str | None:
         if held.tensor is None or held.twin is None or _same_bytes(self.folder, held.tensor, held.twin):
             return None
-        return f"it is noted as tied to {self.tied.get(name, self.specs[name].stored_name)}, and both are here with different values"
+        other = self.tied.get(name, self.specs[name].stored_name)
+        return held.twin.problem or f"it is noted as tied to {other}, and both are here with different values"
 
 
 def is_safetensors(names: Iterable[str]) -> bool:

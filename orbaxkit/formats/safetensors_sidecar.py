@@ -95,7 +95,7 @@ def decode(text: str, where: str) -> Sidecar:
         raise CheckpointError(f"its {KEY} metadata is malformed", where=where) from None
 
 
-def _decode_entry(found: Mapping[str, Any], where: str) -> Entry:
+def _decode_entry(found: Any, where: str) -> Entry:
     path = tuple(found["path"])
     if len(path) > MAX_DEPTH or not all(_is_segment(segment) for segment in path):
         raise ValueError(path)

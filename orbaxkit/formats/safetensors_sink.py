@@ -114,7 +114,7 @@ class SafetensorsSink:
         return self._staging
 
     def _header(self, shard: int, length: int = 0) -> bytes:
-        metadata = {}
+        metadata: dict[str, str] = {}
         if shard == 0:
             metadata |= {self._names[name]: self._names[kept] for name, kept in self._tied.items()}
             tensors = {name: self._names[self._tied.get(name, name)] for name in self._names}

@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors import deserialize, safe_open
+from safetensors import SafetensorError, deserialize, safe_open
 from safetensors.numpy import load_file, save_file
 
 import orbaxkit as ok
@@ -418,3 +421,423 @@ def test_a_sharded_folder_through_orbax_keeps_every_byte(tmp_path: Path):
     item = ok.convert(folder, tmp_path / "item")
     again = ok.convert(item, tmp_path / "again", format="safetensors", max_shard_size=600)
     assert in_folder(again) == in_folder(folder)
+
+
+# Bad input.
+
+
+def file_bytes(header: Any, data: bytes = b"", length: int | None = None) -> bytes:
+    text = header if isinstance(header, bytes) else json.dumps(header).encode()
+    return (len(text) if length is None else length).to_bytes(8, "little") + text + data
+
+
+def entry(dtype: str, shape: Any, start: Any, end: Any) -> dict[str, Any]:
+    return {"dtype": dtype, "shape": shape, "data_offsets": [start, end]}
+
+
+def error_of(path: Path, use: Callable[[Path], Any] = ok.restore) -> str:
+    """One short error, that of opening or of reading; never any other exception, nor a chain of them."""
+    with pytest.raises(ok.CheckpointError) as caught:
+        use(path)
+    text = str(caught.value)
+    assert len(text) < 1000
+    assert text.count("\n") < 8
+    assert caught.value.__cause__ is None
+    return text
+
+
+TWO = {"a": entry("U8", [2], 0, 2), "b": entry("U8", [2], 2, 4)}
+DATA = b"\1\2\3\4"
+BAD_FILES: dict[str, tuple[bytes, str]] = {
+    "one name twice": (
+        file_bytes(b'{"a":{"dtype":"U8","shape":[2],"data_offsets":[0,2]},"a":{}}', DATA),
+        "the key 'a' comes twice",
+    ),
+    "one key of an entry twice": (
+        file_bytes(b'{"a":{"dtype":"U8","dtype":"I8","shape":[2],"data_offsets":[0,2]}}', DATA),
+        "the key 'dtype' comes twice",
+    ),
+    "overlapping": (file_bytes(TWO | {"b": entry("U8", [3], 1, 4)}, DATA), "the tensor 'b' shares bytes with another"),
+    "the same bytes": (file_bytes(TWO | {"b": entry("U8", [2], 0, 2)}, DATA), "'b' shares bytes with another"),
+    "past the end": (file_bytes(TWO | {"b": entry("U8", [7], 2, 9)}, DATA), "is cut short: it should reach byte"),
+    "far past the end": (
+        file_bytes({"a": entry("F32", [1 << 50], 0, 1 << 52)}, DATA),
+        "is cut short: it should reach byte",
+    ),
+    "negative": (file_bytes(TWO | {"b": entry("U8", [2], -2, 0)}, DATA), "data_offsets of 'b' is not a list of sizes"),
+    "backwards": (file_bytes(TWO | {"b": entry("U8", [2], 4, 2)}, DATA), "'b' has -2 bytes for uint8[2]"),
+    "a hole": (file_bytes({"b": TWO["b"]}, DATA), "the tensor 'b' leaves 2 bytes unused"),
+    "a rest": (file_bytes({"a": TWO["a"]}, DATA), "the file has 2 bytes that belong to no tensor"),
+    "data without tensors": (file_bytes({}, DATA), "the file has 4 bytes that belong to no tensor"),
+    "length 2**60": (file_bytes(TWO, DATA, 1 << 60), "is no safetensors file: it does not begin with a header"),
+    "length 2**64 - 1": (file_bytes(TWO, DATA, (1 << 64) - 1), "is no safetensors file"),
+    "length 0": (file_bytes(TWO, DATA, 0), "is no safetensors file"),
+    "length past the end": (file_bytes(TWO, DATA, 10_000), "is cut short: its header ends at byte 10,008 of"),
+    "length too small": (file_bytes(TWO, DATA, 20), "is not valid JSON"),
+    "length into the data": (file_bytes(TWO, DATA, len(json.dumps(TWO)) + 3), "is not valid JSON"),
+    "seven bytes": (b"\2\0\0\0\0\0\0", "is no safetensors file"),
+    "no JSON": (file_bytes(b"{hello}"), "is not valid JSON"),
+    "two documents": (file_bytes(b"{}{}"), "is not valid JSON"),
+    "no UTF-8": (file_bytes(b'{"\xff": {}}'), "is not valid JSON"),
+    "a list": (file_bytes([TWO], DATA), "is no safetensors file"),
+    "a number": (file_bytes(b"12345678"), "is no safetensors file"),
+    "deep lists": (file_bytes(b'{"a":' + b"[" * 100_000), "is nested too deeply"),
+    "deep objects": (file_bytes(b'{"a":' * 100_000 + b"1" + b"}" * 100_000), "is nested too deeply"),
+    "a number of 10,000 digits": (file_bytes(b'{"a":' + b"9" * 10_000 + b"}"), "is not valid JSON"),
+    "unknown dtype": (file_bytes({"a": entry("F128", [1], 0, 16)}, bytes(16)), "dtype that is not known here: F128"),
+    "packed dtype": (file_bytes({"a": entry("F4", [2], 0, 1)}, b"a"), "'a' has a dtype that is not known here: F4"),
+    "dtype of numpy": (file_bytes({"a": entry("<f4", [1], 0, 4)}, DATA), "dtype that is not known here: <f4"),
+    "dtype a list": (file_bytes({"a": entry(["U8"], [4], 0, 4)}, DATA), "the header has a malformed entry: 'a'"),  # type: ignore[arg-type]
+    "dtype a number": (file_bytes({"a": entry(8, [4], 0, 4)}, DATA), "dtype that is not known here: 8"),  # type: ignore[arg-type]
+    "too few bytes": (file_bytes({"a": entry("F32", [2], 0, 4)}, DATA), "'a' has 4 bytes for float32[2]"),
+    "too many bytes": (file_bytes({"a": entry("U8", [2, 1], 0, 4)}, DATA), "'a' has 4 bytes for uint8[2, 1]"),
+    "bytes for none": (file_bytes({"a": entry("U8", [0, 4], 0, 4)}, DATA), "'a' has 4 bytes for uint8[0, 4]"),
+    "an overflowing shape": (file_bytes({"a": entry("U8", [1 << 32, 1 << 32], 0, 0)}), "bytes for uint8[4294967296,"),
+    "an empty array above all memory": (
+        file_bytes({"a": entry("U8", [1 << 40, 0, 1 << 40], 0, 0)}),
+        "'a' has a shape that no array has",
+    ),
+    "a size of 2**64": (file_bytes({"a": entry("U8", [1 << 64], 0, 4)}, DATA), "is not a list of sizes"),
+    "a size with a fraction": (file_bytes({"a": entry("U8", [4.0], 0, 4)}, DATA), "is not a list of sizes"),
+    "a size that is true": (file_bytes({"a": entry("U8", [True, 4], 0, 4)}, DATA), "is not a list of sizes"),
+    "forty axes": (file_bytes({"a": entry("U8", [1] * 39 + [4], 0, 4)}, DATA), "is not a list of sizes"),
+    "three offsets": (
+        file_bytes({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 2, 4]}}, DATA),
+        "the header has a malformed entry: 'a'",
+    ),
+    "no offsets": (file_bytes({"a": {"dtype": "U8", "shape": [4]}}, DATA), "the header has a malformed entry: 'a'"),
+    "no entry": (file_bytes({"a": None}, DATA), "the header has a malformed entry: 'a'"),
+    "metadata of numbers": (file_bytes(TWO | {"__metadata__": {"step": 3}}, DATA), "__metadata__ is not a JSON object"),
+    "metadata a list": (file_bytes(TWO | {"__metadata__": ["pt"]}, DATA), "__metadata__ is not a JSON object"),
+    "a name with NUL": (file_bytes({"a\0": entry("U8", [4], 0, 4)}, DATA), "a tensor's name holds NUL"),
+    "a name of half a character": (
+        file_bytes({"\ud800": entry("U8", [4], 0, 4)}, DATA),
+        "a tensor's name is no Unicode text",
+    ),
+    "a million dots": (
+        file_bytes({"a" + "." * 1_000_000: entry("U8", [4], 0, 4)}, DATA),
+        "names have more than 200 parts",
+    ),
+    "a root among others": (file_bytes({"": TWO["a"], "b": TWO["b"]}, DATA), "its names make no tree"),
+    "a pointer of Git LFS": (LFS, "is a Git LFS pointer, not the data"),
+    "nothing": (b"", "is no safetensors file"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_a_bad_file_is_one_error_that_names_it(tmp_path: Path, case: str):
+    data, problem = BAD_FILES[case]
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(data)
+    with within_memory(20 * len(data) + (1 << 20)):
+        text = error_of(path)
+    assert problem in text
+    assert "x.safetensors" in text
+
+
+@contextmanager
+def within_memory(most: int) -> Iterator[None]:
+    """Nothing is allocated that a lying size asks for."""
+    tracemalloc.start()
+    try:
+        yield
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < most
+
+
+@pytest.mark.parametrize("case", BAD_FILES)
+def test_the_library_refuses_what_is_refused_here(tmp_path: Path, case: str):
+    """But for names, of which we need a tree, and for nested metadata that it does not look at."""
+    if case in ("packed dtype", "a million dots", "a root among others", "a name with NUL", "forty axes"):
+        pytest.skip("the format allows it")
+    (tmp_path / "x.safetensors").write_bytes(BAD_FILES[case][0])
+    with pytest.raises((SafetensorError, ValueError, OSError)):
+        load_file(tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("form", ["file", "folder"])
+def test_a_file_that_is_cut_short_anywhere_is_refused(tmp_path: Path, form: str):
+    folder = tmp_path / "hf"
+    whole = ok.convert({"a": np.arange(3)}, folder / "x.safetensors").read_bytes()
+    path = folder / "x.safetensors" if form == "file" else folder
+    assert len(whole) < 600
+    for size in {*range(0, len(whole), 13), *range(7, 10), *range(len(whole) - 25, len(whole))}:
+        (folder / "x.safetensors").write_bytes(whole[:size])
+        assert "x.safetensors" in error_of(path)
+
+
+def with_index(folder: Path, places: Any, **files: bytes) -> Path:
+    """A folder of an index and two shards, `a` in one and `b` in two."""
+    folder.mkdir()
+    held = {"one": file_bytes({"a": TWO["a"]}, DATA[:2]), "two": file_bytes({"b": TWO["a"]}, DATA[2:])} | files
+    for name, data in held.items():
+        (folder / f"{name}.safetensors").write_bytes(data)
+    index = places if isinstance(places, bytes) else json.dumps({"weight_map": places}).encode()
+    (folder / "model.safetensors.index.json").write_bytes(index)
+    return folder
+
+
+GOOD_INDEX = {"a": "one.safetensors", "b": "two.safetensors"}
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["../x.safetensors", "/etc/passwd", "one.safetensors\0", "a/../../x.safetensors", "..", "sub/..", "./../x"],
+)
+def test_an_index_leads_to_no_file_outside_its_folder(tmp_path: Path, file: str):
+    (tmp_path / "x.safetensors").write_bytes(file_bytes({"b": TWO["a"]}, b"no"))
+    folder = with_index(tmp_path / "hf", GOOD_INDEX | {"b": file})
+    text = error_of(folder)
+    assert "leads out of the checkpoint" in text
+    assert f"where: {folder}/model.safetensors.index.json" in text
+
+
+def test_a_symlink_that_an_index_names_is_followed(tmp_path: Path):
+    folder = with_index(tmp_path / "hf", GOOD_INDEX)
+    (folder / "two.safetensors").rename(tmp_path / "blob")
+    (folder / "two.safetensors").symlink_to("../blob")
+    assert read_all(folder)["b"].tolist() == [3, 4]
+
+
+@pytest.mark.parametrize(
+    "file",
+    ["", "three.safetensors", "x" * 300, "\ud800", "sub", "pipe"],
+    ids=["none", "absent", "too long", "half a character", "folder", "pipe"],
+)
+def test_a_missing_shard_is_named_and_the_others_can_be_read(tmp_path: Path, file: str):
+    folder = with_index(tmp_path / "hf", GOOD_INDEX | {"b": file})
+    (folder / "sub").mkdir()
+    os.mkfifo(folder / "pipe")
+    source = ok.open(folder).source
+    assert source.problems(["a", "b"]) == [("b", f"{file} is missing")]
+    assert any("files are missing" in note for note in source.notes)
+    assert "b: " in error_of(folder)
+    assert ok.restore(folder, ok.select("a"), as_numpy=True)["a"].tolist() == [1, 2]
+
+
+def test_a_tensor_that_is_not_in_its_shard_is_named(tmp_path: Path):
+    folder = with_index(tmp_path / "hf", GOOD_INDEX | {"c": "two.safetensors"})
+    assert "c: two.safetensors does not hold 'c'" in error_of(folder)
+    assert "c: two.safetensors does not hold 'c'" in error_of(folder, lambda path: ok.convert(path, tmp_path / "out"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_two_shards_that_hold_one_name_are_refused_without_an_index(tmp_path: Path):
+    folder = with_index(tmp_path / "hf", GOOD_INDEX, two=file_bytes(TWO, DATA))
+    source = ok.open(folder).source
+    assert "a of one.safetensors is read, not that of two.safetensors: so the index says" in source.notes
+    (folder / "model.safetensors.index.json").unlink()
+    text = error_of(folder)
+    assert "two.safetensors and one.safetensors both hold 'a'" in text
+    assert f"where: {folder}" in text
+
+
+def test_a_git_lfs_pointer_in_place_of_a_shard_is_named(tmp_path: Path):
+    text = error_of(with_index(tmp_path / "hf", GOOD_INDEX, two=LFS))
+    assert "two.safetensors is a Git LFS pointer, not the data" in text
+    assert "git lfs pull" in text
+
+
+@pytest.mark.parametrize("kind", [case for case in BAD_FILES if case not in ("a million dots", "a root among others")])
+def test_a_bad_shard_is_one_error_that_names_it(tmp_path: Path, kind: str):
+    data, _ = BAD_FILES[kind]
+    assert "two.safetensors" in error_of(with_index(tmp_path / "hf", GOOD_INDEX, two=data))
+
+
+@pytest.mark.parametrize(
+    ("index", "problem"),
+    [
+        (b"", "is empty"),
+        (LFS, "is a Git LFS pointer"),
+        (b"[]", "holds no weight_map"),
+        (b"{}", "holds no weight_map"),
+        (b'{"weight_map": ["one.safetensors"]}', "holds no weight_map"),
+        (b'{"weight_map": {"a": 1}}', "holds no weight_map"),
+        (b'{"weight_map": {"a": "one.safetensors", "a": "two.safetensors"}}', "the key 'a' comes twice"),
+        (b'{"weight_map": ' + b"[" * 100_000, "is nested too deeply"),
+        (b'{"weight_map": {"a', "is not valid JSON"),
+        (b'{"weight_map": {"a' + b"." * 1000 + b'": "one.safetensors"}}', "names have more than 200 parts"),
+        (b'{"weight_map": {"": "one.safetensors", "a": "one.safetensors"}}', "its names make no tree"),
+    ],
+    ids=["empty", "lfs", "list", "nothing", "map a list", "number", "twice", "deep", "cut", "dots", "root"],
+)
+def test_a_bad_index_is_one_error_that_names_it(tmp_path: Path, index: bytes, problem: str):
+    text = error_of(with_index(tmp_path / "hf", index))
+    assert problem in text
+    assert "model.safetensors.index.json" in text
+
+
+def test_two_indexes_are_refused(tmp_path: Path):
+    folder = with_index(tmp_path / "hf", GOOD_INDEX)
+    (folder / "other.safetensors.index.json").write_text("{}")
+    assert "several indexes are here: model.safetensors.index.json, other" in error_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("sidecar", "problem"),
+    [
+        ("[", "is not valid JSON"),
+        ("[" * 100_000, "is nested too deeply"),
+        ("{}", "its orbaxkit metadata is malformed"),
+        ('{"version": 99, "leaves": []}', "its orbaxkit metadata has version 99"),
+        ('{"version": 1, "leaves": [{"path": ["a\\u0000"], "kind": "array", "tensor": "a"}]}', "is malformed"),
+        ('{"version": 1, "leaves": [{"path": ["a"], "kind": "key", "tensor": "a"}]}', "is malformed"),
+        ('{"version": 1, "leaves": [{"path": ["a"], "kind": "array", "tensor": "c"}]}', "the tensor 'c' is missing"),
+        (json.dumps({"version": 1, "leaves": [{"path": ["a"], "kind": "array", "tensor": "a"}] * 2}), "a: comes twice"),
+        (
+            json.dumps({"version": 1, "leaves": [{"path": ["a"], "kind": "array", "tensor": "b", "tied": True}]}),
+            "a: it is noted as tied to b, and both are here with different values",
+        ),
+    ],
+    ids=["cut", "deep", "nothing", "version", "NUL", "key", "no tensor", "twice", "tied to nothing"],
+)
+def test_a_bad_sidecar_is_one_error_that_names_the_file(tmp_path: Path, sidecar: str, problem: str):
+    path = tmp_path / "x.safetensors"
+    path.write_bytes(file_bytes({"__metadata__": {"orbaxkit": sidecar}} | TWO, DATA))
+    text = error_of(path)
+    assert problem in text
+    assert "x.safetensors" in text or "1 leaf cannot be read" in text
+
+
+# Fuzzing: whatever the bytes are, an OrbaxkitError at most, and no memory for sizes that lie: no machine has it.
+
+
+def use(path: Path, out: Path | None = None) -> None:
+    """Open, look, check, restore and convert."""
+    with suppress(ok.OrbaxkitError):
+        opened = ok.open(path)
+        assert str(opened)
+        opened.source.problems(opened.specs)
+        ok.restore(path, as_numpy=True)
+        if out is not None:
+            ok.convert(path, out, overwrite=True)
+            assert not ok.diff(path, out, values=True)
+
+
+SIZES = st.one_of(st.integers(-2, 6), st.sampled_from([1 << 31, 1 << 47, 1 << 62, 1 << 63, 1 << 64, 10**30]))
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), SIZES, st.floats(), st.text(max_size=5)),
+    lambda inner: st.one_of(st.lists(inner, max_size=4), st.dictionaries(st.text(max_size=4), inner, max_size=4)),
+    max_leaves=12,
+)
+NAME = st.one_of(st.sampled_from(["a", "b", "a.b", "a.0", "", ".", "__metadata__", "format"]), st.text(max_size=4))
+ENTRY = st.fixed_dictionaries(
+    {
+        "dtype": st.one_of(st.sampled_from([*NAMES.values(), "F4", "F6_E2M3"]), JSON),
+        "shape": st.one_of(st.lists(SIZES, max_size=4), JSON),
+        "data_offsets": st.one_of(st.lists(SIZES, min_size=2, max_size=2), JSON),
+    }
+)
+
+
+def true_to_size(sizes: list[tuple[str, str, list[int]]]) -> tuple[dict[str, Any], int]:
+    """A layout that is right: what is left to fuzz are names, shapes and metadata."""
+    out, at = {}, 0
+    for name, dtype, shape in sizes:
+        if name not in out and name != "__metadata__":
+            end = at + int(np.prod(shape)) * DTYPES[next(k for k, v in NAMES.items() if v == dtype)].itemsize
+            out[name] = entry(dtype, shape, at, end)
+            at = end
+    return out, at
+
+
+LAID_OUT = st.lists(
+    st.tuples(NAME, st.sampled_from(sorted(NAMES.values())), st.lists(st.integers(0, 3), max_size=3)), max_size=4
+).map(true_to_size)
+
+
+@pytest.fixture(scope="module")
+def scratch(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("fuzz")
+
+
+@settings(max_examples=60)
+@given(header=st.dictionaries(NAME, st.one_of(ENTRY, JSON), max_size=4), data=st.binary(max_size=24))
+def test_no_header_gets_anything_but_an_error(scratch: Path, header: Any, data: bytes):
+    path = scratch / "x.safetensors"
+    path.write_bytes(file_bytes(header, data))
+    use(path)
+
+
+@settings(max_examples=60)
+@given(data=st.data())
+def test_no_changed_bytes_get_anything_but_an_error(scratch: Path, data: Any):
+    header = {"__metadata__": {"format": "pt", "c": "a"}, "a": entry("F16", [1, 2], 0, 4), "b.0": entry("U8", [], 4, 5)}
+    whole = bytearray(file_bytes(header, b"abcde"))
+    for _ in range(data.draw(st.integers(1, 3))):
+        at = data.draw(st.integers(0, len(whole) - 1))
+        whole[at : at + data.draw(st.integers(0, 2))] = data.draw(st.binary(max_size=3))
+    path = scratch / "y.safetensors"
+    path.write_bytes(whole)
+    use(path)
+
+
+@settings(max_examples=30)
+@given(laid_out=LAID_OUT, metadata=st.dictionaries(NAME, NAME, max_size=3))
+def test_any_names_and_ties_are_read_and_written_or_refused(scratch: Path, laid_out: Any, metadata: dict[str, str]):
+    tensors, size = laid_out
+    path = scratch / "z.safetensors"
+    path.write_bytes(file_bytes({"__metadata__": metadata} | tensors, bytes(size)))
+    use(path, scratch / "out.safetensors")
+
+
+SEGMENT = st.one_of(st.sampled_from(["a", "b", "0", 0, 1, ""]), SIZES, st.text(max_size=3))
+LEAF = st.fixed_dictionaries(
+    {"path": st.lists(SEGMENT, max_size=3), "kind": st.sampled_from(["array", "numpy", "scalar", "string", "empty"])},
+    optional={
+        "tensor": st.sampled_from(["a", "b", "c"]),
+        "tied": st.booleans(),
+        "text": st.text(max_size=5),
+        "empty": st.sampled_from(["None", "Dict", "List", "Tuple", "NamedTuple", "x"]),
+        "chunks": st.one_of(st.lists(SIZES, max_size=2), JSON),
+        "shards": st.one_of(st.lists(SIZES, max_size=2), JSON),
+        "sharding": st.one_of(
+            st.fixed_dictionaries(
+                {"axes": st.lists(NAME, max_size=2), "mesh": st.lists(SIZES, max_size=2), "spec": JSON}
+            ),
+            JSON,
+        ),
+    },
+)
+SIDECAR = st.fixed_dictionaries(
+    {"version": st.one_of(st.just(1), st.just(1), JSON), "leaves": st.one_of(st.lists(LEAF, max_size=3), JSON)},
+    optional={
+        "containers": st.one_of(st.dictionaries(NAME, st.sampled_from(["tuple", "x.Y"]), max_size=2), JSON),
+        "settings": st.one_of(
+            st.fixed_dictionaries(
+                {"driver": st.sampled_from(["zarr", "zarr3"]), "codec": st.sampled_from(["zstd", "raw"])},
+                optional={"custom_metadata": JSON},
+            ),
+            JSON,
+        ),
+    },
+)
+
+
+@settings(max_examples=40)
+@given(sidecar=SIDECAR)
+def test_no_sidecar_gets_anything_but_an_error(scratch: Path, sidecar: Any):
+    path = scratch / "s.safetensors"
+    path.write_bytes(file_bytes({"__metadata__": {"orbaxkit": json.dumps(sidecar)}} | TWO, DATA))
+    use(path, scratch / "item")
+
+
+@settings(max_examples=40)
+@given(
+    index=st.one_of(
+        JSON,
+        st.dictionaries(NAME, st.one_of(st.sampled_from(["one.safetensors", "two.safetensors"]), JSON), max_size=4),
+    ),
+    noise=st.one_of(st.none(), st.tuples(st.integers(0, 60), st.binary(max_size=2))),
+)
+def test_no_index_gets_anything_but_an_error(scratch: Path, index: Any, noise: tuple[int, bytes] | None):
+    folder = scratch / "hf"
+    if not folder.exists():
+        with_index(folder, GOOD_INDEX)
+    data = bytearray(json.dumps({"weight_map": index}).encode())
+    if noise is not None:
+        data[noise[0] : noise[0] + 1] = noise[1]
+    (folder / "model.safetensors.index.json").write_bytes(data)
+    use(folder)
