@@ -4,7 +4,7 @@ import json
 import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from threading import Lock
 from typing import IO, Any
@@ -118,7 +118,7 @@ class SafetensorsSink:
         if shard == 0:
             metadata |= {self._names[name]: self._names[kept] for name, kept in self._tied.items()}
             tensors = {name: self._names[self._tied.get(name, name)] for name in self._names}
-            settings = {} if self.settings is None else asdict(self.settings)
+            settings = {} if self.settings is None else _fields(self.settings)
             metadata[KEY] = encode(self._specs, tensors, self._tied, self._texts, settings)
         metadata["format"] = self.metadata_format  # a tied leaf of that name is in the sidecar, too
         entries = [
@@ -218,6 +218,11 @@ class SafetensorsSink:
             file.close()
         if self._staging is not None:
             self._staging.discard()
+
+
+def _fields(settings: OrbaxSettings) -> dict[str, Any]:
+    """Not `asdict`, which copies what a caller's metadata holds, level by level."""
+    return {item.name: getattr(settings, item.name) for item in fields(settings)}
 
 
 def _text_bytes(specs: Specs) -> int:

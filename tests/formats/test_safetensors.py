@@ -701,6 +701,20 @@ def test_a_bad_sidecar_is_one_error_that_names_the_file(tmp_path: Path, sidecar:
     assert "x.safetensors" in text or "1 leaf cannot be read" in text
 
 
+@pytest.mark.parametrize("depth", [900, 2000])
+def test_metadata_of_any_depth_are_copied_or_refused(tmp_path: Path, depth: int):
+    settings = '{"driver": "zarr", "codec": "zstd", "custom_metadata": ' + "[" * depth + "]" * depth + "}"
+    leaf = '{"path": ["a"], "kind": "array", "tensor": "a"}'
+    path = tmp_path / "x.safetensors"
+    sidecar = f'{{"version": 1, "settings": {settings}, "leaves": [{leaf}]}}'
+    path.write_bytes(file_bytes({"__metadata__": {"orbaxkit": sidecar}} | TWO, DATA))
+    if depth > 1000:
+        assert "x.safetensors is nested too deeply" in error_of(path)
+        return
+    again = ok.convert(path, tmp_path / "y.safetensors")
+    assert "[" * depth in safe_open(again, "numpy").metadata()["orbaxkit"]
+
+
 # Fuzzing: whatever the bytes are, an OrbaxkitError at most, and no memory for sizes that lie: no machine has it.
 
 
