@@ -194,7 +194,13 @@ def main(rounds: int, layers: int) -> None:
                     above["strip"] - (small["peak"] - small["base"]) / measure.MB,
                     10,
                 ),
+                measure.verdict(
+                    "strip: peak of the process against half the checkpoint's", strip["peak"] / small["peak"], 1.1
+                ),
                 measure.verdict("unstack: MB above imports", above["unstack"], 2 * whole + 100),
+                measure.verdict(
+                    "transpose, which re-chunks: MB above imports", above["transpose"], 2 * leaf / measure.MB + 100
+                ),
                 measure.verdict("unstack, 64 MB limit: MB above imports", above["unstack, 64 MB limit"], 64 + 100),
             ]
         )

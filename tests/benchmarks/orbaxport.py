@@ -1,4 +1,4 @@
-"""Safetensors export of the params of an Adam state, against orbaxport in an environment of its own.
+"""Safetensors export of 805 MB of params, against orbaxport in an environment of its own.
 
     python -m venv /somewhere && /somewhere/bin/pip install orbaxport
     python tests/benchmarks/orbaxport.py /somewhere/bin/python [ROUNDS]
@@ -43,23 +43,23 @@ def same(a: str, b: str) -> None:
 
 
 def main(python: str, rounds: int) -> None:
-    if not os.path.exists(python):
-        sys.exit(f"SKIPPED: no {python}; orbaxport is compared only where it is installed")
+    command = os.path.join(os.path.dirname(python), "orbaxport")
+    if not os.path.exists(command):
+        print(f"SKIPPED: no {command}; orbaxport is compared only where it is installed")
+        return
     with tempfile.TemporaryDirectory() as folder:
         source, ours, theirs = f"{folder}/source", f"{folder}/ours.safetensors", f"{folder}/theirs.safetensors"
         measure.warm_memory(3_000_000_000)
         env = {"JAX_PLATFORMS": "cpu"}
         measure.python(__file__, "write", source, env=env)
 
-        def fresh(path: str, *command: str) -> measure.Run:
+        def fresh(path: str, *words: str) -> measure.Run:
             shutil.rmtree(path, ignore_errors=True) if os.path.isdir(path) else os.path.exists(path) and os.remove(path)
-            return measure.run(*command, env=env)
+            return measure.run(*words, env=env)
 
         ways = {
             "orbaxkit": lambda: fresh(ours, sys.executable, "-m", "orbaxkit", "convert", f"{source}/1", ours),
-            "orbaxport": lambda: fresh(
-                theirs, f"{os.path.dirname(python)}/orbaxport", "-i", f"{source}/1", "-o", theirs, "--key-map", "none"
-            ),
+            "orbaxport": lambda: fresh(theirs, command, "-i", f"{source}/1", "-o", theirs, "--key-map", "none"),
         }
         runs = measure.interleaved(ways, rounds)
         measure.python(__file__, "same", ours, theirs)
