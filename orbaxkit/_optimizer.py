@@ -162,7 +162,8 @@ def _refuse_moves(
         what = f"no moments for {', '.join(shorten(new))}" if only_new else "the optimizer state cannot be moved"
         raise TargetError(what, leaves=distinct(problems), where=where, hint="; ".join(hints))
     if not allow_mismatch:
-        refuse_mismatches(moves.mismatches, where)
+        hint = "start afresh: ok.reset_optimizer(ckpt, tx); or say allow_bias_mismatch=True"
+        refuse_mismatches(moves.mismatches, where, hint)
 
 
 def _report(moves: Moves) -> str:

@@ -98,12 +98,15 @@ def _is_apart(names: list[str], fresh: set[str], count_is_fresh: bool) -> bool:
     return any(n not in fresh for n in names) if count_is_fresh else all(n in fresh for n in names)
 
 
-def refuse_mismatches(problems: list[tuple[str, str]], where: object) -> None:
+_TOGETHER = "reset or keep both (a state's name means both), or say allow_bias_mismatch=True"
+
+
+def refuse_mismatches(problems: list[tuple[str, str]], where: object, hint: str = _TOGETHER) -> None:
     """Raise for counts and moments that would not belong together."""
     if problems:
         raise TargetError(
             "counts and moments would not belong together: the bias correction of the next steps would be wrong",
             leaves=problems,
             where=where,
-            hint="reset or keep both (a state's name means both), or say allow_bias_mismatch=True",
+            hint=hint,
         )
