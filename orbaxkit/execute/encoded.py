@@ -4,10 +4,11 @@ import itertools
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from orbaxkit.execute.pieces import Piece, full, is_gathered, pieces
 from orbaxkit.formats import Source
-from orbaxkit.formats.frames import frame_problem
+from orbaxkit.formats.frames import ReadBytes, has_holes, value_problem
 from orbaxkit.formats.items import Stored, stored
 from orbaxkit.formats.ocdbt import Value
 from orbaxkit.formats.sinks import Encoded
@@ -43,16 +44,26 @@ class Copies:
 
 
 def _problem(found: Stored, value: Value) -> str | None:
-    array = found.array
-    if array.codec != "zstd" or array.shard_shape is not None:
-        return None
     with found.open(value) as file:
-        if isinstance(file, bytes):
-            return frame_problem(lambda size, at: file[at : at + size], value.length, array.value_bytes)
-        number = file.fileno()
-        return frame_problem(
-            lambda size, at: os.pread(number, size, value.offset + at), value.length, array.value_bytes
-        )
+        return value_problem(_reader(file, value), value.length, found.array)
+
+
+def _has_holes(found: Stored, value: Value, position: Sizes) -> bool:
+    """Whether a shard lacks a chunk: zeros to some readers and damage to others, so that no copy may carry it on."""
+    array = found.array
+    if array.shard_shape is None or array.shard_shape == array.chunk_shape:
+        return False
+    ends = zip(array.shape, array.shard_shape, position, strict=True)
+    inside = tuple([min(size, end - at * size) for end, size, at in ends])
+    with found.open(value) as file:
+        return has_holes(_reader(file, value), value.length, array, inside)
+
+
+def _reader(file: Any, value: Value) -> ReadBytes:
+    """A value's bytes, from those that lie in the index or from its file."""
+    if isinstance(file, bytes):
+        return lambda size, at: file[at : at + size]
+    return lambda size, at: os.pread(file.fileno(), size, value.offset + at)
 
 
 def chunks_of(expr: Expr, source: Source) -> Sizes | None:
@@ -123,6 +134,8 @@ def _copied(piece: Piece, found: Stored, array: ZarrArray) -> list[tuple[str, Va
     words = piece.leaf.element.words
     if (ours.driver, ours.dtype, ours.codec) != (array.driver, array.dtype, array.codec) or ours.codec is None:
         return None
+    if (ours.shard_shape is None) != (array.shard_shape is None):  # a shard has an index, even that of one chunk
+        return None
     here, there = piece.stored + full(words), piece.place + full(words)
     old, new = _grid(here, ours), _grid(there, array)
     if old is None or new is None or _facts(here, ours) != _facts(there, array):
@@ -130,7 +143,7 @@ def _copied(piece: Piece, found: Stored, array: ZarrArray) -> list[tuple[str, Va
     out = []
     for before, after in zip(itertools.product(*old), itertools.product(*new), strict=True):
         value = found.values.get(ours.key(before))
-        if value is None:
+        if value is None or _has_holes(found, value, before):
             return None
         out.append((array.key(after), value))
     return out

@@ -23,9 +23,11 @@ from orbaxkit.execute.restricting import restrict
 from orbaxkit.execute.sequential import SequentialSource
 from orbaxkit.execute.streaming import stream
 from orbaxkit.execute.windows import slabs
-from orbaxkit.formats.frames import frame_problem
+from orbaxkit.formats.decoding import crc32c
+from orbaxkit.formats.frames import frame_problem, has_holes, value_problem
 from orbaxkit.formats.orbax_sink import OrbaxSettings, OrbaxSink
 from orbaxkit.formats.value_stream import slabs as rows_of
+from orbaxkit.formats.zarr import ZarrArray
 from orbaxkit.planning import Plan
 from orbaxkit.planning.host import evaluate
 from orbaxkit.specs import LeafSpec, Specs
@@ -258,6 +260,61 @@ def test_whole_frames_are_told_from_cut_ones(parts: list[bytes], has_size: bool,
 def test_any_bytes_are_judged_without_a_crash_or_a_hang(data: bytes, decoded: int):
     problem = frame_problem(read_from(data), len(data), decoded)
     assert problem is None or isinstance(problem, str)
+
+
+SHARDS = ZarrArray("zarr3", (8, 4), np.dtype("f4"), (2, 2), (4, 4), "/", "c", "raw")
+
+
+@given(st.binary(max_size=200), st.booleans(), st.sampled_from(["raw", "zstd"]))
+def test_any_bytes_are_judged_as_a_shard_without_a_crash(data: bytes, has_index: bool, codec: str):
+    data = data + crc32c(data[-64:]).to_bytes(4, "little") if has_index else data
+    problem = value_problem(read_from(data), len(data), replace(SHARDS, codec=codec))
+    assert problem is None or isinstance(problem, str)
+    assert has_holes(read_from(data), len(data), SHARDS, (4, 4)) in (True, False)
+
+
+def shard(*entries: tuple[int, int], data: bytes = bytes(64)) -> bytes:
+    index = b"".join(number.to_bytes(8, "little") for entry in entries for number in entry)
+    return data + index + crc32c(index).to_bytes(4, "little")
+
+
+NONE = (2**64 - 1, 2**64 - 1)
+WHOLE = [(at, 16) for at in (0, 16, 32, 48)]
+
+
+@pytest.mark.parametrize(
+    ("data", "problem"),
+    [
+        (shard(*WHOLE), None),
+        (shard(*WHOLE[:3], NONE), None),
+        (shard(*WHOLE[:3], (49, 16)), "its shard names bytes past its end"),
+        (shard(*WHOLE[:3], (2**63, 2**63)), "its shard names bytes past its end"),
+        (shard(*WHOLE[:3], (48, 15)), "chunk 3 of its shard: has 15 of 16 bytes"),
+        (shard(NONE, NONE, NONE, NONE), "its shard holds no chunk"),
+        (shard(*WHOLE)[:-1], "the index of its shard is damaged (CRC-32C)"),
+        (bytes(67), "its shard is cut short"),
+        (b"", "its shard is cut short"),
+    ],
+    ids=["whole", "a hole", "past the end", "far past", "short", "nothing", "cut", "no index", "empty"],
+)
+def test_shards_are_judged_by_their_index(data: bytes, problem: str | None):
+    assert value_problem(read_from(data), len(data), SHARDS) == problem
+
+
+@pytest.mark.parametrize(
+    ("inside", "missing", "is_hole"),
+    [((4, 4), 3, True), ((4, 2), 3, False), ((2, 4), 1, True), ((2, 4), 2, False), ((1, 1), 0, True)],
+)
+def test_chunks_beyond_the_edge_of_the_array_are_no_holes(inside: tuple[int, int], missing: int, is_hole: bool):
+    data = shard(*[NONE if i == missing else entry for i, entry in enumerate(WHOLE)])
+    assert has_holes(read_from(data), len(data), SHARDS, inside) == is_hole
+
+
+def test_frames_some_of_which_do_not_say_their_size_are_whole():
+    with_size, without = zstandard.ZstdCompressor(), zstandard.ZstdCompressor(write_content_size=False)
+    data = with_size.compress(bytes(50)) + without.compress(bytes(30)) + with_size.compress(bytes(20))
+    assert frame_problem(read_from(data), len(data), 100) is None
+    assert frame_problem(read_from(data), len(data), 60) == "decodes to 70 bytes, its shape has 60"
 
 
 def test_frames_that_decode_to_another_size_are_told():
