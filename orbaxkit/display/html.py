@@ -11,7 +11,7 @@ from orbaxkit.display.text import counted, human_bytes
 from orbaxkit.display.tree import Row, build, expand
 
 SHOWN_ROWS = 2000
-_STYLE = "font-family: monospace; line-height: 1.5"
+_STYLE = "font-family: monospace; line-height: 1.5; overflow-wrap: anywhere"
 _INSIDE = "margin-left: 1.5em"
 _QUIET = "opacity: 0.65"
 
