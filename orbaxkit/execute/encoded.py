@@ -136,8 +136,6 @@ def _copied(piece: Piece, found: Stored, array: ZarrArray) -> list[tuple[str, Va
         return None
     if (ours.shard_shape is None) != (array.shard_shape is None):  # a shard has an index, even that of one chunk
         return None
-    if (ours.shard_shape is None) != (array.shard_shape is None):  # a shard has an index, even that of one chunk
-        return None
     here, there = piece.stored + full(words), piece.place + full(words)
     old, new = _grid(here, ours), _grid(there, array)
     if old is None or new is None or _facts(here, ours) != _facts(there, array):
