@@ -142,7 +142,7 @@ def empty_nodes(tree: Any) -> list[tuple[KeyPath, Any]]:
 def spec_of(value: Any) -> LeafSpec | None:
     """What a leaf in memory is; None where it is nothing that a checkpoint can hold."""
     if isinstance(value, str):
-        return LeafSpec(kind="string")
+        return LeafSpec(kind="string", stored_bytes=len(value.encode("utf-8", "surrogatepass")))
     if isinstance(value, (bool, int, float, complex)):
         return LeafSpec(kind="scalar", dtype=np.dtype(type(value)))
     if not (hasattr(value, "shape") and hasattr(value, "dtype")):
@@ -151,7 +151,8 @@ def spec_of(value: Any) -> LeafSpec | None:
     if name.startswith("key<"):
         return LeafSpec(tuple(value.shape), np.dtype("uint32"), "key", key_impl=_KEY_IMPLS.get(name[4:-1], name[4:-1]))
     kind: Kind = "scalar" if isinstance(value, np.generic) else "numpy" if isinstance(value, np.ndarray) else "array"
-    return LeafSpec(tuple(value.shape), np.dtype(value.dtype), kind)
+    dtype = np.dtype(value.dtype)
+    return LeafSpec(tuple(value.shape), dtype if dtype.isnative else np.dtype(dtype.name), kind)
 
 
 def as_leaf(value: Any, wanted: TargetLeaf) -> Any:

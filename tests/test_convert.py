@@ -382,3 +382,13 @@ def test_the_specs_announced_are_those_that_come_out(sources: dict[str, Path], t
     assert {n: (s.shape, s.dtype_name) for n, s in announced.items()} == {
         n: (s.shape, s.dtype_name) for n, s in found.items()
     }
+
+
+def test_arrays_of_the_other_byte_order_keep_their_values(tmp_path: Path):
+    tree = {"w": np.arange(6, dtype=">i4").reshape(2, 3), "n": np.float64(1.5), "s": "x" * 40_000}
+    for name, format in (("orbax", None), ("safetensors", "safetensors")):
+        ok.convert(tree, tmp_path / name, format=format)
+        made = ok.restore(tmp_path / name, as_numpy=True)
+        np.testing.assert_array_equal(made["w"], tree["w"])
+        assert made["s"] == tree["s"]
+        assert not ok.diff(tree, tmp_path / name, values=True)

@@ -115,7 +115,7 @@ class Folder:
         path = self.where(name)
         try:
             with _os_errors(path), open_regular(path) as file:
-                data = file.read(limit + 1)
+                data = file.read(min(limit, os.fstat(file.fileno()).st_size) + 1)  # no buffer larger than the file
         except CheckpointError:
             if os.path.lexists(path):
                 raise

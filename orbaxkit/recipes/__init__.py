@@ -9,7 +9,7 @@ from orbaxkit.recipes.bert import bert, bert_hf
 from orbaxkit.recipes.openpi import openpi
 from orbaxkit.recipes.perceiver import perceiver
 from orbaxkit.recipes.praxis import praxis
-from orbaxkit.recipes.recipe import Recipe as Recipe
+from orbaxkit.recipes.rows import Recipe as Recipe
 
 RECIPES: Mapping[str, Callable[..., Recipe]] = {
     make.__name__: make for make in (bert, bert_hf, openpi, perceiver, praxis)

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from orbaxkit.errors import TransformError
 from orbaxkit.paths import KeyPath, format_path, parse_path
 from orbaxkit.planning.plan import Plan, Transform
-from orbaxkit.recipes.recipe import Recipe, Row
+from orbaxkit.recipes.rows import Recipe, Row
 from orbaxkit.slots import Slot, find_slots
 from orbaxkit.transforms import cast, rename
 

@@ -11,7 +11,7 @@ from orbaxkit.arguments import one_of
 from orbaxkit.errors import TransformError
 from orbaxkit.paths import KeyPath, format_path, parse_path
 from orbaxkit.planning.plan import Plan, Transform
-from orbaxkit.recipes.recipe import Cut, Recipe, Row
+from orbaxkit.recipes.rows import Cut, Recipe, Row
 from orbaxkit.transforms import merge_lora, rename
 
 _PALIGEMMA = "paligemma_with_expert/paligemma/model"

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from orbaxkit.arguments import one_of
 from orbaxkit.paths import KeyPath, format_path
 from orbaxkit.planning.plan import Plan, Transform
-from orbaxkit.recipes.recipe import Recipe, Row
+from orbaxkit.recipes.rows import Recipe, Row
 from orbaxkit.slots import is_optimizer_name
 from orbaxkit.transforms import rename
 

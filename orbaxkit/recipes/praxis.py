@@ -7,7 +7,7 @@ routed experts keep their layout; a trunk name that the page does not list stays
 
 from collections.abc import Iterator
 
-from orbaxkit.recipes.recipe import Cut, Recipe, Row
+from orbaxkit.recipes.rows import Cut, Recipe, Row
 
 _TOWERS = ("backbone/encoder", "backbone/decoder")
 # Only some blocks have experts, and only some a dense feed-forward.
