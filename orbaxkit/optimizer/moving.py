@@ -209,7 +209,7 @@ def _find_lost(wanted: Mapping[str, Place], state: StoredState, stored: Mapping[
     for name in dict.fromkeys(unused):
         place = stored.get(name)
         if place is not None and place.is_mirror and place.rest not in params:
-            moves.lost_params[name] = (format_path(place.rest), "has moments that tx does not keep")
+            moves.lost_params[name] = (format_path(place.rest), "is not among the params that tx keeps moments for")
     left = dict.fromkeys(
         format_path((*state.root, *stored[n].node, stored[n].field)) if n in stored else n
         for n in unused

@@ -94,9 +94,9 @@ def frame_of(
 
 
 def _is_lookahead(specs: Specs, root: KeyPath) -> bool:
-    """Whether there are slow params beside the fast ones."""
-    slow = (*root[:-1], "slow")
-    return root[-1:] == ("fast",) and any(path[: len(slow)] == slow for path in specs.paths.values())
+    """Whether the params are one of two trees, the fast and the slow ones."""
+    both = {(*root[:-1], name) for name in ("fast", "slow")}
+    return root in both and both <= {path[: len(root)] for path in specs.paths.values()}
 
 
 def _trained(target: Target, params_root: KeyPath, root: KeyPath) -> Any:
