@@ -1,5 +1,6 @@
 """Checks of arguments that would otherwise fail late, or be taken for something else."""
 
+import math
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -29,6 +30,13 @@ def whole(name: str, value: Any, least: int | None = None) -> int:
     if least is not None and number < least:
         raise TransformError(f"{name}={number} is less than {least}")
     return number
+
+
+def number(name: str, value: Any) -> float:
+    """A finite number."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value):
+        return float(value)
+    raise TransformError(f"{name}={value!r} is no finite number")
 
 
 def wholes(name: str, values: Iterable[Any], least: int | None = None) -> tuple[int, ...]:

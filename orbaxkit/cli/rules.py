@@ -78,9 +78,14 @@ def _cast(value: str) -> Any:
 
 def _recipe(value: str) -> Any:
     import orbaxkit as ok
+    from orbaxkit.errors import OrbaxkitError
 
     name, *words = value.split(":")
     given = [word for word in words if word != "inverse"]
+    odd = [word for word in given if "=" not in word]
+    if odd or words.count("inverse") > 1:
+        hint = "a name, then options and inverse, each once: openpi:lora=merge, bert:inverse"
+        raise OrbaxkitError(f"--recipe {value!r} cannot be read at {(odd or ['inverse'])[0]!r}", hint=hint)
     made = ok.recipe(name, **{key: _option(text) for key, text in (_two(word, "recipe") for word in given)})
     return made.inverse() if "inverse" in words else made
 

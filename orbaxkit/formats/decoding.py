@@ -7,7 +7,7 @@ and regions with missing values, go through TensorStore (`arrays`); both give th
 import itertools
 import os
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
@@ -29,6 +29,10 @@ _NO_CHUNK = 2**64 - 1
 Position = tuple[int, ...]
 
 
+class _Hole(Exception):
+    """A shard lacks a chunk that stands for the fill value, which TensorStore knows."""
+
+
 @dataclass(frozen=True)
 class Decoder:
     """Reads regions of one store's arrays on a few threads."""
@@ -39,26 +43,44 @@ class Decoder:
     def _pool(self) -> ThreadPoolExecutor:
         return ThreadPoolExecutor(_THREADS, thread_name_prefix="orbaxkit-decode")
 
-    def read(self, leaf: str, name: str, array: ZarrArray, index: tuple[slice, ...], out: np.ndarray) -> Pending | None:
-        """Start reading a region into `out`; None where the fast lane cannot read it."""
+    def read(
+        self,
+        leaf: str,
+        name: str,
+        array: ZarrArray,
+        index: tuple[slice, ...],
+        out: np.ndarray,
+        otherwise: Callable[[], Pending] | None = None,
+    ) -> Pending | None:
+        """Start reading a region into `out`; None where the fast lane cannot read it.
+
+        `otherwise` reads it where a shard lacks a chunk that stands for the fill value; without it, that is damage.
+        """
         if array.codec is None:
             return None
         values = self.store.values(name)
         wanted = [(position, values.get(array.key(position))) for position in _touched(array.value_shape, index)]
         if any(value is None for _, value in wanted):
             return None
-        jobs = [_Job(self.store, leaf, array, position, value, index, out) for position, value in wanted if value]
-        return _Started(tuple(self._pool.submit(job.run) for job in jobs))
+        may_lack = otherwise is not None
+        jobs = [_Job(self.store, leaf, array, at, value, index, out, may_lack) for at, value in wanted if value]
+        return _Started(tuple(self._pool.submit(job.run) for job in jobs), otherwise)
 
 
 @dataclass(frozen=True)
 class _Started:
     futures: tuple[Future, ...]
+    otherwise: Callable[[], Pending] | None
 
     def result(self) -> None:
         """Wait for every value."""
-        for future in self.futures:
-            future.result()
+        try:
+            for future in self.futures:
+                future.result()
+        except _Hole:
+            wait(self.futures)
+            assert self.otherwise is not None
+            self.otherwise().result()
 
 
 @dataclass(frozen=True)
@@ -72,6 +94,7 @@ class _Job:
     value: Value
     index: tuple[slice, ...]
     out: np.ndarray
+    may_lack: bool
 
     def run(self) -> None:
         """Decode what of the value is wanted."""
@@ -98,7 +121,7 @@ class _Job:
                     tuple(at - span.start for at, span in zip(chunk, inside, strict=True))
                 ].tolist()
                 if offset == _NO_CHUNK:
-                    raise Undecodable("it is missing in its shard")
+                    raise _Hole if self.may_lack else Undecodable("it is missing in its shard")
                 self._decode(extent.part(offset, length), chunk)
 
     def _decode(self, extent: "_Extent", chunk: Position) -> None:

@@ -84,8 +84,13 @@ class ItemSource:
             raise CheckpointError(
                 "a leaf cannot be read", leaves=[(name, problem or "no array")], where=self.folder.path
             )
-        started = self._decoder.read(name, place.name, place.array, index, out)
-        return started or self._reader.read(name, place.name, place.array, self._has_fill(place.array), index, out)
+        array, has_fill = place.array, self._has_fill(place.array)
+
+        def by_tensorstore() -> Pending:
+            return self._reader.read(name, place.name, array, has_fill, index, out)
+
+        started = self._decoder.read(name, place.name, array, index, out, by_tensorstore if has_fill else None)
+        return started or by_tensorstore()
 
     def value(self, name: str) -> Value:
         """A string, or a Python or numpy number."""

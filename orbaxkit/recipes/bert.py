@@ -11,14 +11,15 @@ from orbaxkit.errors import TransformError
 from orbaxkit.paths import KeyPath, format_path, parse_path
 from orbaxkit.planning.plan import Plan, Transform
 from orbaxkit.recipes.rows import Recipe, Row
-from orbaxkit.slots import Slot, find_slots
+from orbaxkit.slots import Slot, find_slots, is_optimizer_name
 from orbaxkit.transforms import cast, rename
 
 _LAYER = "bert/encoder/layer_{i}"
 _NUMBERED = "bert/encoder/layer/{i}"
-_TIED = "is tied to the word embeddings, which are enough: leave it out with ok.drop"
+_TIED = "has no place in TensorFlow's BERT, which ties it to {}: leave it out with ok.drop, if its values are the same"
 _HINTS = {
-    "cls/predictions/decoder": _TIED,
+    "cls/predictions/decoder/weight": _TIED.format("the word embeddings"),
+    "cls/predictions/decoder/bias": _TIED.format("cls/predictions/bias"),
     "position_ids": "is a buffer, not a parameter: leave it out with ok.drop",
     "adam_": "is a slot of a variable that is not here",
 }
@@ -91,11 +92,29 @@ def _slots_of_tensorflow(plan: Plan, root: KeyPath) -> Iterator[Transform]:
     """Slots lie beside their variables: to one optax state, in which they are where their params are."""
     moved = {name: path for name, o in plan.outputs.items() if (path := _slot_path(o.path, len(root))) is not None}
     if moved:
+        _refuse_half(plan, moved, root)
         yield _renamed(moved)
     if "global_step" in plan.outputs:
         step = f"{_STATE}/count" if moved else "step"
         yield rename({"global_step": step})
         yield cast("int32", step)  # optax counts in int32; a step that does not fit is an error when it is read
+
+
+def _refuse_half(plan: Plan, moved: Mapping[str, KeyPath], root: KeyPath) -> None:
+    """Slots of which the other half is missing, that have no step, or another shape than their variable."""
+    depth = len(parse_path(_STATE)) + 1
+    fields = {path[depth - 1] for path in moved.values()}
+    problems = [] if "global_step" in plan.outputs else [("global_step", "is missing beside the slots")]
+    for name, path in moved.items():
+        variable = plan.outputs.get(format_path((*root, *path[depth:])))
+        twins = [(*path[: depth - 1], field, *path[depth:]) in set(moved.values()) for field in _SLOTS.values()]
+        if not all(twins) or len(fields) < len(_SLOTS):
+            problems.append((name, "is alone: there is no adam_m or no adam_v beside it"))
+        elif variable is not None and variable.expr.shape != plan.outputs[name].expr.shape:
+            problems.append((name, "has another shape than its variable: change the shapes after the recipe"))
+    if problems:
+        hint = "leave all slots out: ok.drop('**/*adam_m', '**/*adam_v')"
+        raise TransformError("Adam's slots are not whole", leaves=problems, hint=hint)
 
 
 def _slot_path(path: KeyPath, depth: int) -> KeyPath | None:
@@ -106,9 +125,17 @@ def _slot_path(path: KeyPath, depth: int) -> KeyPath | None:
 
 def _slots_for_tensorflow(plan: Plan, root: KeyPath) -> Iterator[Transform]:
     states = [slot for slot in find_slots(plan.specs) if {"count", "mu", "nu"} <= set(slot.leaves)]
-    if len(states) > 1:
-        leaves = [(state.path, "holds count, mu and nu") for state in states]
-        raise TransformError("TensorFlow's BERT has one Adam", leaves=leaves, hint="drop the others first")
+    own = {name for state in states[:1] for names in state.leaves.values() for name in names}
+    others = [
+        (name, "has no place among Adam's slots")
+        for name, output in plan.outputs.items()
+        if name not in own and any(map(is_optimizer_name, output.path)) and output.expr.kind != "empty"
+    ]
+    if len(states) == 1 and states[0].path != _STATE:
+        others.append((states[0].path, f"comes back as {_STATE}: rename it to that first"))
+    if others:
+        hint = "drop what a bundle cannot hold: schedules' counts, averages, other optimizers' states"
+        raise TransformError("this optimizer state is more than TensorFlow's BERT has", leaves=others, hint=hint)
     count = f"{states[0].path}/count" if states else "step"
     if states:
         yield _renamed(dict(_beside(plan, states[0], root)))

@@ -7,7 +7,7 @@ per layer, einsum weights become `[out, in]` projections, one key/value head.
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Literal
 
-from orbaxkit.arguments import one_of
+from orbaxkit.arguments import number, one_of, whole
 from orbaxkit.errors import TransformError
 from orbaxkit.paths import KeyPath, format_path, parse_path
 from orbaxkit.planning.plan import Plan, Transform
@@ -34,15 +34,17 @@ def openpi(*, vision_heads: int | None = None, lora: str | None = None, lora_sca
     of the MLPs never are), or "keep" them, layer by layer, beside their weights.
     """
     one_of("lora", lora, (None, "merge", "keep"))
+    scale = number("lora_scale", lora_scale)
+    heads = None if vision_heads is None else whole("vision_heads", vision_heads, least=1)
     rows = (*_vision(), *_language(), *_expert(), *_heads(), *(_lora() if lora == "keep" else ()))
 
     def sizes(plan: Plan, root: KeyPath) -> Mapping[str, int]:
-        return _sizes(plan, root, vision_heads)
+        return _sizes(plan, root, heads)
 
     def arrive(plan: Plan, root: KeyPath) -> Iterator[Transform]:
         yield from _without_value(plan, root)
         if lora == "merge":
-            yield from _merged(plan, root, lora_scale)
+            yield from _merged(plan, root, scale)
 
     return Recipe(
         "openpi",
@@ -194,7 +196,7 @@ def _sizes(plan: Plan, root: KeyPath, vision_heads: int | None) -> Mapping[str, 
     if patches is not None:
         width = patches.expr.shape[0]
         if vision_heads is None and width not in _VISION_HEADS:
-            hint = 'recipe("openpi", vision_heads=16)'
+            hint = 'say it: recipe("openpi", vision_heads=…)'
             raise TransformError(f"the tensors do not tell how many heads a vision tower {width} wide has", hint=hint)
         sizes["vn"] = vision_heads or _VISION_HEADS[width]
     return sizes

@@ -10,7 +10,7 @@ from orbaxkit.errors import TransformError
 from orbaxkit.paths import KeyPath, Match, Pattern, compile_pattern, expand, format_path, is_index, nearest, parse_path
 from orbaxkit.planning.mirrors import apply_transform
 from orbaxkit.planning.plan import Plan, Transform
-from orbaxkit.slots import is_optimizer_name
+from orbaxkit.slots import EMA_NAMES, is_optimizer_name
 from orbaxkit.transforms import rename, reshape, unstack
 from orbaxkit.transforms.layout import parse_axes
 
@@ -99,13 +99,15 @@ class Recipe:
 
         Raises TransformError: params that no row knows, rows whose leaf is missing, two leaves for one name.
         """
-        at = parse_path(self.goal_root)
         if not self.is_inverse:
             plan = _applied(plan, self.arrive(plan, self._root(plan)))
-            plan = self._cut(self._moved(plan, self._root(plan), at), at)
-            return self._mapped(plan, at)
-        plan = self._mapped(self._moved(plan, self._root(plan), at), at)
-        plan = self._joined(plan, at)
+        root = self._root(plan)
+        at = parse_path(self.goal_root) if self.part is None else root  # a slice maps its leaves where they are
+        self._refuse_others(plan, root)
+        plan = self._moved(plan, root, at)
+        if not self.is_inverse:
+            return self._mapped(self._cut(plan, at), at)
+        plan = self._joined(self._mapped(plan, at), at)
         return _applied(plan, self.leave(plan, at))
 
     def inverse(self) -> "Recipe":
@@ -160,7 +162,10 @@ class Recipe:
             return next(iter(roots))
         if roots:
             leaves = [(format_path(root), f"holds {name}") for root, name in roots.items()]
-            hint = f"choose one first: ok.select({format_path((*next(iter(roots)), '**'))!r})"
+            named = [format_path(root) for root in roots if root]
+            hint = (
+                f"choose one first: ok.select('{named[0]}/**')" if len(named) == len(roots) else "drop the others first"
+            )
             raise TransformError(f"several nodes hold params of {self.origin}", leaves=leaves, hint=hint)
         hint = f"the names begin with {', '.join(sorted(firsts))}"
         if self._is_other_side(plan):
@@ -170,6 +175,26 @@ class Recipe:
     def _is_other_side(self, plan: Plan) -> bool:
         others = {_first(row.goal) for row in self.rows} - self._firsts()
         return any(_first(segment) in others for output in plan.outputs.values() for segment in output.path)
+
+    def _refuse_others(self, plan: Plan, root: KeyPath) -> None:
+        """Arrays beside the params that are no optimizer's, no average and no step: heads that no row knows."""
+        if self.keeps_others or self.part is not None:
+            return
+        firsts, others = self._firsts(), []
+        for name, output in plan.outputs.items():
+            inner = output.path[len(root) :]
+            if output.path[: len(root)] != root or _first(inner[0] if inner else "") in firsts:
+                continue
+            is_told = any(is_optimizer_name(segment) or segment in EMA_NAMES for segment in inner)
+            is_array = output.expr.kind in ("array", "numpy") and output.expr.shape
+            if is_array and not is_told and inner[0] not in self.beside:
+                others.append((name, self._unknown(inner)))
+        if others:
+            hint = "leave them out with ok.drop, or convert them on their own; moments beside them go too"
+            if self._is_other_side(plan):
+                hint = f"it looks like {self.goal}: {self.inverse()!r}"
+            what = f"these are not the leaves of {self.origin}"
+            raise TransformError(what, leaves=others, where=repr(self), hint=hint)
 
     def _moved(self, plan: Plan, root: KeyPath, at: KeyPath) -> Plan:
         if root == at:
@@ -236,11 +261,11 @@ class Recipe:
 
     def _params(self, plan: Plan, root: KeyPath) -> Iterator[tuple[str, KeyPath]]:
         """The leaves that the recipe has to map, and their paths below `root`."""
-        firsts = self._firsts()
+        firsts, rows = self._firsts(), [compile_pattern(row.origin) for row in self.rows]
         for name, output in plan.outputs.items():
             inner = output.path[len(root) :]
             is_param = output.path[: len(root)] == root and inner and _first(inner[0]) in firsts
-            if is_param and (self.part is None or self.part.match(inner) is not None):
+            if is_param and (self.part is None or any(row.match(inner) is not None for row in rows)):
                 yield name, inner
 
     def _missing(self, found: Mapping[str, tuple[Row, Match]]) -> Iterator[tuple[KeyPath, str]]:

@@ -1,7 +1,7 @@
 """place_rows: the rows of a leaf at given places of a larger (or smaller) array."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any, ClassVar
@@ -90,6 +90,8 @@ def place_rows(
     """
     if not hasattr(into, "shape") or type(into).__name__ == "ShapeDtypeStruct":
         raise TransformError(f"into={type(into).__name__} is no array", hint="the target's own: target['params'][…]")
+    if not isinstance(rows, (Mapping, Sequence, np.ndarray, range)) or isinstance(rows, str):
+        raise TransformError(f"rows={type(rows).__name__} is neither a sequence nor a mapping", hint="range(30522)")
     pairs = rows.items() if isinstance(rows, Mapping) else enumerate(rows)
     placed = sorted((whole("rows", new, least=0), whole("rows", old, least=0)) for old, new in pairs)
     if not placed:

@@ -269,4 +269,4 @@ def test_recipes_go_by_name_and_back(tmp_path: Path, capsys: pytest.CaptureFixtu
     assert "one of bert, bert_hf, openpi" in err
     code, _, err = run(capsys, "convert", bundle, tmp_path / "no", "--recipe", "openpi:vision_heads")
     assert code == 2
-    assert "has no two sides" in err
+    assert "cannot be read at 'vision_heads'" in err

@@ -201,3 +201,65 @@ def test_transformers_loads_it_strictly_and_gives_the_reference_logits(tmp_path:
         out = model.eval()(**inputs)
     np.testing.assert_allclose(out.prediction_logits.numpy(), reference["prediction_logits"], atol=1e-4)
     np.testing.assert_allclose(out.seq_relationship_logits.numpy(), reference["seq_relationship_logits"], atol=1e-4)
+
+
+def flax_with(tx, tmp_path: Path, name: str = "flax"):
+    params = ok.restore(PARAMS, ok.recipe("bert"))["params"]
+    return ok.convert({"params": params, "opt_state": tx.init(params)}, tmp_path / name)
+
+
+def test_states_that_a_bundle_cannot_hold_are_refused_on_the_way_back(tmp_path: Path):
+    adam = optax.adam(1e-3)
+    for name, tx, says in (
+        ("clip", optax.chain(optax.clip_by_global_norm(1.0), adam), "rename it to that first"),
+        ("ema", optax.chain(adam, optax.ema(0.9)), "has no place among Adam's slots"),
+        ("steps", optax.MultiSteps(adam, 2), "has no place among Adam's slots"),
+        ("schedule", optax.adam(optax.constant_schedule(1.0)), "opt_state/1/count"),
+    ):
+        with pytest.raises(ok.TransformError, match="more than TensorFlow's BERT has") as error:
+            ok.plan(flax_with(tx, tmp_path, name), ok.recipe("bert").inverse())
+        assert any(says in f"{path}: {told}" for path, told in error.value.leaves), error.value.leaves
+    there = flax_with(optax.adamw(1e-3), tmp_path)
+    ok.convert(there, tmp_path / "tf", ok.recipe("bert").inverse())
+    ok.convert(tmp_path / "tf", tmp_path / "back", ok.recipe("bert"))
+    assert not ok.diff(
+        there, tmp_path / "back", ok.drop("opt_state/1", "opt_state/2"), ok.select("**"), values=True
+    ).values
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        (ok.drop("**/*adam_v"), "there is no adam_m or no adam_v beside it"),
+        (ok.drop("global_step"), "global_step: is missing beside the slots"),
+        (ok.transpose("bert/embeddings/word_embeddings"), "has another shape than its variable"),
+    ],
+    ids=["half", "step", "shape"],
+)
+def test_slots_that_are_not_whole_are_refused_by_name(change, says: str):
+    with pytest.raises(ok.TransformError) as error:
+        ok.plan(ADAM, change, ok.recipe("bert"))
+    assert any(says in f"{path}: {told}" for path, told in error.value.leaves)
+
+
+def test_heads_beside_bert_are_refused_by_name():
+    head = ok.fill("output_weights", np.zeros((2, 32), np.float32))
+    with pytest.raises(ok.TransformError, match="output_weights: no row knows it"):
+        ok.plan(PARAMS, head, ok.recipe("bert"))
+    assert ok.plan(PARAMS, head, ok.drop("output_weights"), ok.recipe("bert"))
+
+
+def test_a_slice_keeps_moments_with_their_params_and_comes_back():
+    part = ok.recipe("bert")["bert/encoder/**"]
+    plan = ok.plan(ADAM, part)
+    params = {name for name in plan.outputs if not name.startswith("opt_state")}
+    moments = {name.removeprefix("opt_state/0/mu/") for name in plan.outputs if name.startswith("opt_state/0/mu/")}
+    assert moments == params
+
+
+def test_a_hint_that_chooses_one_of_several_works():
+    params = ok.restore(PARAMS, as_numpy=True)
+    both = {"student": params, "teacher": params}
+    with pytest.raises(ok.TransformError, match=r"ok.select\('student/\*\*'\)"):
+        ok.plan(both, ok.recipe("bert_hf"))
+    assert len(ok.plan(both, ok.select("student/**"), ok.recipe("bert_hf")).outputs) == 62

@@ -174,3 +174,19 @@ def test_assets_come_along(tmp_path: Path, options: dict):
     assert copied.read_bytes() == saved.read_bytes()
     assert copied.relative_to(out) == saved.relative_to(CKPT / "3")
     assert ok.verify(out)
+
+
+@pytest.mark.parametrize("part", ["PaliGemma/img/**", "PaliGemma/llm/**"])
+def test_a_slice_maps_its_leaves_where_they_are_and_comes_back(part: str):
+    tree = ok.restore(CKPT, ok.select("params/**"), strip_value=True, as_numpy=True)
+    piece = ok.recipe("openpi", vision_heads=3)[part]
+    made = ok.apply(tree, piece)
+    assert "action_in_proj" in made["params"]["params"]
+    back = ok.apply(made, piece.inverse())
+    assert not ok.diff(back, tree, values=True)
+
+
+@pytest.mark.parametrize("options", [{"lora_scale": "abc"}, {"lora_scale": float("nan")}, {"vision_heads": 0}])
+def test_options_that_cannot_be_meant_are_refused(options: dict):
+    with pytest.raises(Exception, match=r"lora_scale|vision_heads"):
+        ok.recipe("openpi", lora="merge", **options)
