@@ -193,6 +193,20 @@ def test_a_shard_that_lacks_a_chunk_is_never_copied_as_it_is(tmp_path: Path):
     assert error.leaves == (("w1", "chunk c/0/0 in w1/c/0/0: it is missing in its shard"),)
 
 
+def test_a_shard_that_lacks_a_chunk_holds_zeros_where_the_writer_leaves_them_out(tmp_path: Path):
+    array = TREE["w1"].copy()
+    array[16:32, 32:] = 0
+    source = in_small_chunks(tmp_path / "in", {"w1": array}, keeps_zeros=False)
+    metadata = json.loads((source / "_METADATA").read_text())
+    metadata["store_array_data_equal_to_fill_value"] = False
+    (source / "_METADATA").write_text(json.dumps(metadata))
+    np.testing.assert_array_equal(ok.restore(source, as_numpy=True)["w1"], array)
+    written = ok.convert(source, tmp_path / "out")
+    np.testing.assert_array_equal(ok.restore(written, as_numpy=True)["w1"], array)
+    assert json.loads((written / "_METADATA").read_text())["store_array_data_equal_to_fill_value"]
+    np.testing.assert_array_equal(ocp.PyTreeCheckpointer().restore(written)["w1"], array)
+
+
 def test_flipped_bits_are_found_with_a_manifest_and_carried_along_without(tmp_path: Path):
     """Bytes of values that are copied as they are are not looked at: what a copy says is what the source says."""
     source = ok.convert(TREE, tmp_path / "in.safetensors")
