@@ -5,7 +5,7 @@ from typing import Any
 
 import jax
 
-from orbaxkit.optimizer.schema import with_shardings
+from orbaxkit.optimizer.schema import abstract_state
 from orbaxkit.trees import flatten
 
 
@@ -14,7 +14,7 @@ def initial_leaves(tx: Any, params: Any, names: Iterable[str]) -> dict[str, Any]
     names = list(names)
     if not names:
         return {}
-    schema = flatten(with_shardings(jax.eval_shape(tx.init, params), params))
+    schema = flatten(abstract_state(tx, params))
     shardings = {name: schema.leaves[name].sharding for name in names}
 
     def initial(params: Any) -> dict[str, Any]:
