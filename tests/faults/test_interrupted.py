@@ -104,7 +104,15 @@ def test_killed_while_overwriting_the_old_or_the_new_one_can_be_had(
     child.kill()
     child.communicate()
     found = [path for path in tmp_path.iterdir() if path.name == "out" or ".orbaxkit-old-" in path.name]
-    assert any(set(ok.open(path).specs) in ({"old"}, set(TREE)) for path in found)
+    assert any(is_whole(path) for path in found)
+
+
+def is_whole(path: Path) -> bool:
+    """An old one that was being deleted is told from a whole one by its warning or error."""
+    try:
+        return set(ok.open(path).specs) in ({"old"}, set(TREE))
+    except (ok.CheckpointWarning, ok.CheckpointError):
+        return False
 
 
 def test_a_leftover_is_named_by_the_next_run_and_taken_for_no_checkpoint(source: Path, tmp_path: Path):
