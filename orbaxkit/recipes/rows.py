@@ -167,14 +167,19 @@ class Recipe:
                 f"choose one first: ok.select('{named[0]}/**')" if len(named) == len(roots) else "drop the others first"
             )
             raise TransformError(f"several nodes hold params of {self.origin}", leaves=leaves, hint=hint)
-        hint = f"the names begin with {', '.join(sorted(firsts))}"
-        if self._is_other_side(plan):
-            hint = f"it looks like {self.goal}: {self.inverse()!r}"
+        hint = self._hint(plan, f"the names begin with {', '.join(sorted(firsts))}")
         raise TransformError(f"this holds no params of {self.origin}", where=repr(self), hint=hint)
 
-    def _is_other_side(self, plan: Plan) -> bool:
+    def _hint(self, plan: Plan, otherwise: str) -> str:
+        """The way back, where the plan looks like the other side."""
         others = {_first(row.goal) for row in self.rows} - self._firsts()
-        return any(_first(segment) in others for output in plan.outputs.values() for segment in output.path)
+        if any(_first(segment) in others for output in plan.outputs.values() for segment in output.path):
+            return f"it looks like {self.goal}: {self.inverse()!r}"
+        return otherwise
+
+    def _not_the_leaves(self, plan: Plan, leaves: list[Problem], hint: str) -> TransformError:
+        what = f"these are not the leaves of {self.origin}"
+        return TransformError(what, leaves=leaves, where=repr(self), hint=self._hint(plan, hint))
 
     def _refuse_others(self, plan: Plan, root: KeyPath) -> None:
         """Arrays beside the params that are no optimizer's, no average and no step: heads that no row knows."""
@@ -191,10 +196,7 @@ class Recipe:
                 others.append((name, self._unknown(inner)))
         if others:
             hint = "leave them out with ok.drop, or convert them on their own; moments beside them go too"
-            if self._is_other_side(plan):
-                hint = f"it looks like {self.goal}: {self.inverse()!r}"
-            what = f"these are not the leaves of {self.origin}"
-            raise TransformError(what, leaves=others, where=repr(self), hint=hint)
+            raise self._not_the_leaves(plan, others, hint)
 
     def _moved(self, plan: Plan, root: KeyPath, at: KeyPath) -> Plan:
         if root == at:
@@ -253,10 +255,7 @@ class Recipe:
         problems += [(format_path((*root, *path)), told) for path, told in self._missing(found)]
         if problems:
             hint = "leave out what is not wanted with ok.drop, rename what is called otherwise, before the recipe"
-            if self._is_other_side(plan):
-                hint = f"it looks like {self.goal}: {self.inverse()!r}"
-            what = f"these are not the leaves of {self.origin}"
-            raise TransformError(what, leaves=problems, where=repr(self), hint=hint)
+            raise self._not_the_leaves(plan, problems, hint)
         return found
 
     def _params(self, plan: Plan, root: KeyPath) -> Iterator[tuple[str, KeyPath]]:
