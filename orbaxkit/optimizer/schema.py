@@ -55,7 +55,7 @@ def abstract_state(tx: Any, params: Any) -> Any:
         raise
     except Exception as error:
         told = f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
-        hint = "give the params that the optimizer was made for: params=…"
+        hint = "give the params that the optimizer was made for: params=…, or in ok.reset_optimizer target=…"
         raise TargetError(f"tx.init does not take these params: {told}", hint=hint) from error
     return with_shardings(schema, params)
 
