@@ -13,7 +13,7 @@ from orbaxkit._describe import Description, describe
 from orbaxkit.errors import CheckpointError, CheckpointWarning, shorten
 from orbaxkit.formats import Pending, Source, Value
 from orbaxkit.formats.detect import Layout, load, locate
-from orbaxkit.formats.items import Stored, stored
+from orbaxkit.formats.items import Stored, expect, stored
 from orbaxkit.paths import KeyPath, format_path
 from orbaxkit.specs import LeafSpec, Specs
 
@@ -225,6 +225,15 @@ class JoinedSource:
         """The value of a scalar or a string."""
         source, inner = self.where[name]
         return source.value(inner)
+
+    def expect(self, wanted: Iterable[tuple[str, tuple[slice, ...]]]) -> None:
+        """Announce regions of leaves that will be read."""
+        by_source: dict[int, tuple[Source, list[tuple[str, tuple[slice, ...]]]]] = {}
+        for name, index in wanted:
+            source, inner = self.where[name]
+            by_source.setdefault(id(source), (source, []))[1].append((inner, index))
+        for source, own in by_source.values():
+            expect(source, own)
 
     def stored(self, name: str) -> Stored | None:
         """Where an array's stored values lie, if its source has a store."""

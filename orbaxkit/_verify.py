@@ -2,7 +2,6 @@
 
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -105,8 +104,8 @@ def verify(
     ckpt = open_checkpoint(path, step=step, item=item)
     source = ckpt.source
     broken = dict(source.problems(ckpt.specs))
-    manifest = manifest_path(ckpt)
-    looks = _Looks(values, hash or os.path.exists(manifest))
+    manifest = _manifest(ckpt)
+    looks = _Looks(values, hash or manifest.exists)
     seen = _look_at_all(source, [name for name in ckpt.specs if name not in broken], looks)
     problems = [*broken.items(), *((name, look.problem) for name, look in seen.items() if look.problem)]
     problems += [(name, told) for name, look in seen.items() if (told := look.nonfinite)]
@@ -257,23 +256,24 @@ def _constants(specs: Mapping[str, LeafSpec], seen: Mapping[str, _Look]) -> Iter
 def _files(ckpt: Checkpoint) -> Iterator[Finding]:
     """Files that Git LFS left pointers for, and other items that are empty."""
     for folder in _roots(ckpt):
-        for name, size in sorted(Folder(folder).sizes_below("").items()):
-            if size < _LFS_BYTES and _starts_with(f"{folder}/{name}", LFS_HEAD):
+        for name, size in sorted(folder.sizes_below("").items()):
+            if size is not None and size < _LFS_BYTES and _starts_with(folder, name, LFS_HEAD):
                 yield name, f"{LFS_PROBLEM} ({LFS_HINT})"
 
 
-def _starts_with(path: str, head: bytes) -> bool:
+def _starts_with(folder: Folder, name: str, head: bytes) -> bool:
     try:
-        with open(path, "rb") as file:
+        with folder.open(name) as file:
             return file.read(len(head)) == head
-    except OSError:
+    except CheckpointError:
         return False
 
 
-def _roots(ckpt: Checkpoint) -> list[str]:
+def _roots(ckpt: Checkpoint) -> list[Folder]:
     items = list(ckpt.layout.items.values()) if ckpt.item is None else [ckpt.layout.items[ckpt.item]]
     others = [] if ckpt.item is not None else list(ckpt.layout.other_items.values())
-    return [path for path in (*items, *others) if os.path.isdir(path)]
+    folders = map(ckpt.layout.folder_at, (*items, *others))
+    return [folder for folder in folders if folder.kind() == "folder"]
 
 
 def _missing_files(ckpt: Checkpoint) -> Iterator[str]:
@@ -281,40 +281,60 @@ def _missing_files(ckpt: Checkpoint) -> Iterator[str]:
     if ckpt.format != "orbax":
         return
     for path in ckpt.layout.items.values():
+        names = ckpt.layout.folder_at(path).names()
         kinds = {spec.kind for spec in ckpt.specs.values()}
         for name, cost in _OPTIONAL.items():
-            if not os.path.exists(f"{path}/{name}") and (name == "_METADATA" or not kinds.isdisjoint(("array", "key"))):
+            if name not in names and (name == "_METADATA" or not kinds.isdisjoint(("array", "key"))):
                 yield f"{name} is missing: {cost}"
     if ckpt.layout.step_name is not None and ckpt.layout.root is not None:
-        folder = f"{ckpt.layout.root}/{ckpt.layout.step_name}"
+        folder = ckpt.layout.folder_at(f"{ckpt.layout.root}/{ckpt.layout.step_name}")
         for name, cost in _OPTIONAL_IN_STEP.items():
-            if os.path.isdir(folder) and not os.path.exists(f"{folder}/{name}"):
+            if folder.kind() == "folder" and not folder.has_file(name):
                 yield f"{name} is missing: {cost}"
 
 
-def manifest_path(ckpt: Checkpoint) -> str:
+@dataclass(frozen=True)
+class _Manifest:
     """Where the checksums of a checkpoint are kept: beside its step, item or file."""
+
+    folder: Folder
+    name: str
+
+    @property
+    def path(self) -> str:
+        return self.folder.where(self.name)
+
+    @property
+    def exists(self) -> bool:
+        return self.folder.has_file(self.name)
+
+
+def _manifest(ckpt: Checkpoint) -> _Manifest:
     layout = ckpt.layout
     path = layout.path
     if layout.steps and layout.root is not None:
         path = f"{layout.root}/{layout.step_name}"
     suffix = "" if ckpt.item is None else f".{ckpt.item}"
-    return f"{path.rstrip('/')}{suffix}.orbaxkit-hashes.json"
+    beside = layout.folder_at(path)
+    return _Manifest(beside.parent, f"{beside.name}{suffix}.orbaxkit-hashes.json")
 
 
-def _hashes(path: str, ckpt: Checkpoint, seen: Mapping[str, _Look], is_written: bool) -> tuple[str, list[Finding]]:
+def _hashes(
+    manifest: _Manifest, ckpt: Checkpoint, seen: Mapping[str, _Look], is_written: bool
+) -> tuple[str, list[Finding]]:
     found = {name: _entry(ckpt.specs[name], look) for name, look in seen.items() if look.digest}
     if is_written:
-        _write_manifest(path, found)
-        return f"checksums of {counted(len(found), 'leaf', 'leaves')} written to {path}", []
-    if not os.path.exists(path):
+        document = json.dumps({"version": MANIFEST_VERSION, "leaves": found}, indent=1)
+        manifest.folder.write(manifest.name, document.encode())
+        return f"checksums of {counted(len(found), 'leaf', 'leaves')} written to {manifest.path}", []
+    if not manifest.exists:
         return "no checksums were written: the checkpoint is damaged", []
-    known = _read_manifest(path)
+    known = _read_manifest(manifest)
     changed = [
         (name, told) for name in known if (told := _change(known[name], found.get(name), name in ckpt.specs.leaves))
     ]
-    changed += [(name, f"is not in {os.path.basename(path)}") for name in found if name not in known]
-    return f"checked against {counted(len(known), 'checksum')} in {path}", changed
+    changed += [(name, f"is not in {manifest.name}") for name in found if name not in known]
+    return f"checked against {counted(len(known), 'checksum')} in {manifest.path}", changed
 
 
 def _entry(spec: LeafSpec, look: _Look) -> dict[str, Any]:
@@ -330,20 +350,9 @@ def _change(known: Mapping[str, Any], found: Mapping[str, Any] | None, is_here: 
     return f"its {' and '.join(same)} changed" if same else "its bytes changed since the checksums were written"
 
 
-def _write_manifest(path: str, found: Mapping[str, Any]) -> None:
-    """Whole or not at all."""
-    temporary = f"{path}.orbaxkit-tmp"
-    with open(temporary, "w") as file:
-        json.dump({"version": MANIFEST_VERSION, "leaves": found}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(temporary, path)
-
-
-def _read_manifest(path: str) -> dict[str, Any]:
-    folder = Folder(os.path.dirname(path))
-    data = folder.read_json(os.path.basename(path))
+def _read_manifest(manifest: _Manifest) -> dict[str, Any]:
+    data = manifest.folder.read_json(manifest.name)
     leaves = data.get("leaves") if isinstance(data, dict) else None
     if not isinstance(leaves, dict) or not all(isinstance(entry, dict) for entry in leaves.values()):
-        raise CheckpointError("these are no checksums of ours", where=path)
+        raise CheckpointError("these are no checksums of ours", where=manifest.path)
     return leaves

@@ -1,13 +1,13 @@
 """Outputs whose stored values can be copied as they are: renamed leaves, layers of a stack chunked by layer, …"""
 
 import itertools
-import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orbaxkit.execute.pieces import Piece, full, is_gathered, pieces
 from orbaxkit.formats import Source
+from orbaxkit.formats.files import pread
 from orbaxkit.formats.frames import ReadBytes, has_holes, value_problem
 from orbaxkit.formats.items import Stored, stored
 from orbaxkit.formats.ocdbt import Value
@@ -63,7 +63,7 @@ def _reader(file: Any, value: Value) -> ReadBytes:
     """A value's bytes, from those that lie in the index or from its file."""
     if isinstance(file, bytes):
         return lambda size, at: file[at : at + size]
-    return lambda size, at: os.pread(file.fileno(), size, value.offset + at)
+    return lambda size, at: pread(file, size, value.offset + at)
 
 
 def chunks_of(expr: Expr, source: Source) -> Sizes | None:

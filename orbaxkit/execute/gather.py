@@ -10,6 +10,7 @@ import numpy as np
 from orbaxkit.execute.pieces import Piece, full, gathered_parts, lengths, pieces, slices, volume
 from orbaxkit.execute.reading import BoundedReads, aligned_empty
 from orbaxkit.formats import Source, part_of
+from orbaxkit.formats.items import expect
 from orbaxkit.planning.host import cast_host, evaluate, step
 from orbaxkit.planning.nodes import Expr, Fill, Read, fold
 from orbaxkit.planning.regions import Spans
@@ -105,6 +106,8 @@ class Gather:
     def run(self) -> None:
         """Read everything that was asked for."""
         reads = BoundedReads()
+        own = ((leaf.name, tasks) for leaf, tasks in self._tasks.items() if leaf.source is None)
+        expect(self.source, ((name, slices(task.stored)) for name, tasks in own for task in tasks))
         for leaf, tasks in self._tasks.items():
             source = _source_of(leaf, self.source)
             for together in _sharing_chunks(tasks, source.specs[leaf.name]):

@@ -10,7 +10,7 @@ from orbaxkit.errors import CheckpointError
 from orbaxkit.execute.pieces import lengths
 from orbaxkit.formats import Done, Pending, Source, Value
 from orbaxkit.formats.decoding import Undecodable, ValueReader
-from orbaxkit.formats.items import Stored, stored
+from orbaxkit.formats.items import Stored, expect, stored
 from orbaxkit.planning.regions import Spans
 from orbaxkit.specs import Specs
 
@@ -55,6 +55,10 @@ class SequentialSource:
     def problems(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """Those of the source."""
         return self.source.problems(names)
+
+    def expect(self, wanted: Iterable[tuple[str, tuple[slice, ...]]]) -> None:
+        """Announce what will be read."""
+        expect(self.source, wanted)
 
     def stored(self, name: str) -> Stored | None:
         """Where an array's stored values lie."""

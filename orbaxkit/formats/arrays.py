@@ -32,7 +32,7 @@ class Reader:
     def _context(self) -> Any:
         import tensorstore as ts
 
-        return ts.Context(_CONTEXT)
+        return ts.Context(_CONTEXT | self.store.folder.context)
 
     def read(
         self, leaf: str, name: str, array: ZarrArray, has_fill: bool, index: tuple[slice, ...], out: np.ndarray

@@ -46,7 +46,7 @@ def is_tree(folder: Folder, names: Mapping[str, bool]) -> bool:
 
 def _holds_arrays(folder: Folder, names: Mapping[str, bool]) -> bool:
     folders = [name for name, is_folder in names.items() if is_folder][:_PROBED]
-    return any(folder.file_size(f"{name}/{file}") is not None for name in folders for file in METADATA_NAMES)
+    return any(folder.has_file(f"{name}/{file}") for name in folders for file in METADATA_NAMES)
 
 
 def is_array_metadatas(names: Mapping[str, bool]) -> bool:
@@ -96,18 +96,17 @@ def is_step(folder: Folder, names: Mapping[str, bool]) -> bool:
 
 def is_msgpack_map(folder: Folder, name: str) -> bool:
     """Whether a file begins as Flax's files do: with a msgpack map."""
-    size = folder.file_size(name)
-    if not size:
+    if not folder.has_file(name):
         return False
     with folder.open(name) as file:
-        first = file.read(1)[0]
+        first = int.from_bytes(file.read(1))
     return 0x80 <= first <= 0x8F or first in (0xDE, 0xDF)
 
 
 def enclosing_item(folder: Folder) -> Folder | None:
     """The item or key item that a folder lies inside, if any."""
     child = folder
-    for _ in range(6):
+    for _ in range(6 if folder.is_local else 0):  # above, each name in an object store is a request
         parent = child.parent
         if parent.path == child.path:
             return None

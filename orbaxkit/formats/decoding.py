@@ -6,7 +6,7 @@ and regions with missing values, go through TensorStore (`arrays`); both give th
 
 import itertools
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
@@ -17,12 +17,14 @@ import numpy as np
 
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats import Pending, part_of
-from orbaxkit.formats.ocdbt import Value
+from orbaxkit.formats.files import pread
+from orbaxkit.formats.ocdbt import UNKNOWN, Value
 from orbaxkit.formats.stores import ArrayStore
 from orbaxkit.formats.zarr import ZarrArray
 
-# Two threads keep two cores busy; more only compete for memory bandwidth.
+# Two threads keep two cores busy; more only compete for memory bandwidth. Those that wait for a store do not.
 _THREADS = min(4, os.cpu_count() or 1)
+_REMOTE_THREADS = 16
 _READ_BYTES = 256 << 10
 _NO_CHUNK = 2**64 - 1
 
@@ -41,7 +43,8 @@ class Decoder:
 
     @cached_property
     def _pool(self) -> ThreadPoolExecutor:
-        return ThreadPoolExecutor(_THREADS, thread_name_prefix="orbaxkit-decode")
+        count = _THREADS if self.store.folder.is_local else _REMOTE_THREADS
+        return ThreadPoolExecutor(count, thread_name_prefix="orbaxkit-decode")
 
     def read(
         self,
@@ -100,7 +103,7 @@ class _Job:
         """Decode what of the value is wanted."""
         try:
             with self.store.open(self.value) as file:
-                self._read(_Extent(file, self.value.offset, self.value.length))
+                self._read(_extent(file, self.value))
         except (Undecodable, EOFError, MemoryError) as error:
             key = self.array.key(self.position)
             problem = f"chunk {key}{f' in {self.value.file}' if self.value.file else ''}: {error}"
@@ -146,7 +149,7 @@ class ValueReader:
 
         self.at = 0
         self._held = ExitStack()
-        self._extent = _Extent(self._held.enter_context(open_value(value)), value.offset, value.length)
+        self._extent = _extent(self._held.enter_context(open_value(value)), value)
         self._reader: Any = self._extent
         if codec == "zstd":
             extent: Any = self._extent
@@ -217,7 +220,7 @@ class _Extent:
     def read(self, size: int) -> bytes:
         """The next bytes, at most `size`."""
         size = min(size, self.length - self._at)
-        data = _pread(self.file, size, self.start + self._at) if size else b""
+        data = pread(self.file, size, self.start + self._at) if size else b""
         if size and not data:
             raise EOFError("its file is cut short")
         self._at += len(data)
@@ -234,10 +237,16 @@ class _Extent:
         return _Extent(self.file, self.start + offset, length)
 
 
-def _pread(file: Any, size: int, offset: int) -> bytes:
-    if isinstance(file, bytes):
-        return file[offset : offset + size]
-    return os.pread(file.fileno(), size, offset)
+def _extent(file: Any, value: Value) -> _Extent:
+    return _Extent(file, value.offset, file.load() if value.length == UNKNOWN else value.length)
+
+
+def touched_values(values: Mapping[str, Value], array: ZarrArray, index: tuple[slice, ...]) -> Iterator[Value]:
+    """The stored values that a region touches, of those that there are."""
+    for position in _touched(array.value_shape, index):
+        value = values.get(array.key(position))
+        if value is not None:
+            yield value
 
 
 def _fill(place: np.ndarray, extent: _Extent, codec: str | None) -> None:

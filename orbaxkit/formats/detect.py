@@ -22,10 +22,11 @@ from orbaxkit.formats.classify import (
     step_of,
     tree_items,
 )
-from orbaxkit.formats.files import Folder, check_not_lfs
+from orbaxkit.formats.files import Folder, check_not_lfs, folder_at
 from orbaxkit.formats.keys import open_random_key
 from orbaxkit.formats.ocdbt import MANIFEST
 from orbaxkit.formats.orbax import open_item
+from orbaxkit.formats.remote import SCHEMES, is_remote, remote_path
 from orbaxkit.formats.safetensors import INDEX_SUFFIX, SUFFIX, is_safetensors, open_safetensors
 from orbaxkit.formats.sidecars import ARRAY_METADATAS, is_process_file
 from orbaxkit.formats.tf_index import INDEX
@@ -64,36 +65,44 @@ class Layout:
     root: str | None = None
     writer: str | None = None
     notes: tuple[str, ...] = ()
+    folder: Folder | None = field(default=None, repr=False, compare=False)  # what was opened
+
+    def folder_at(self, path: str) -> Folder:
+        """A path of this layout as a folder, with what is known of its store."""
+        return Folder(path) if self.folder is None else replace(self.folder, path=path)
 
 
 def locate(path: str | os.PathLike[str], step: int | None = None) -> Layout:
     """Find out what a path is. Of a root, the latest finished step is taken, or the one asked for."""
-    text = absolute_path(path)
-    folder = Folder(text)
-    if folder.parent.file_size(f"{folder.name}{INDEX}") is not None:
-        return _check_step(_bundle_layout(folder.parent, folder.name), step)
-    if not os.path.lexists(text):
-        raise _no_such(text)
-    if os.path.isdir(text):
-        return _locate_folder(folder, step)
-    return _check_step(_locate_file(folder.parent, folder.name), step)
+    folder = folder_at(absolute_path(path))
+    kind = folder.kind()
+    if (kind is None or folder.is_local) and folder.parent.has_file(f"{folder.name}{INDEX}"):
+        layout = _check_step(_bundle_layout(folder.parent, folder.name), step)
+    elif kind is None:
+        raise _no_such(folder)
+    elif kind == "folder":
+        layout = _locate_folder(folder, step)
+    else:
+        layout = _check_step(_locate_file(folder.parent, folder.name), step)
+    return replace(layout, folder=folder)
 
 
 def absolute_path(path: str | os.PathLike[str]) -> str:
-    """A local path as an absolute one: `~` and `file://` are understood, links are kept."""
+    """A local path as an absolute one: `~` and `file://` are understood, links are kept. URLs of stores are checked."""
     text = os.fspath(path) if isinstance(path, str | os.PathLike) else path
     if not isinstance(text, str) or not text or "\0" in text:
         raise CheckpointError(f"{text!r} is no path")
     text = text.removeprefix("file://")
+    if is_remote(text):
+        return remote_path(text)
     if "://" in text:
-        raise CheckpointError(
-            f"{text.split('://')[0]}:// paths cannot be read yet", where=text, hint="copy it to a disk"
-        )
+        known = ", ".join(SCHEMES)
+        raise CheckpointError(f"{text.split('://')[0]}:// paths cannot be read", where=text, hint=f"{known} can")
     return os.path.abspath(os.path.expanduser(text))
 
 
-def _no_such(path: str) -> CheckpointError:
-    folder = Folder(path)
+def _no_such(folder: Folder) -> CheckpointError:
+    path = folder.path
     try:
         beside = list(folder.parent.names())
     except CheckpointError:
@@ -115,14 +124,14 @@ def _inside(path: str, item: Folder) -> CheckpointError:
 def _locate_file(folder: Folder, name: str) -> Layout:
     path = folder.where(name)
     prefix = tf_bundle.prefix_of(name)
-    if prefix is not None and folder.file_size(f"{prefix}{INDEX}") is not None:
+    if prefix is not None and folder.has_file(f"{prefix}{INDEX}"):
         return _bundle_layout(folder, prefix)
     if prefix is not None and not name.endswith(INDEX):
         raise CheckpointError(f"the TensorFlow index {prefix}{INDEX} is missing", where=path)
     if tf_bundle.is_table_file(folder, name):
         hint = "write it again with tf.compat.v1.train.Saver, whose default is the V2 format"
         raise CheckpointError(f"{name} is a TensorFlow checkpoint in the old V1 format", where=path, hint=hint)
-    inside = enclosing_item(Folder(path))
+    inside = enclosing_item(folder.folder(name))
     if inside is not None:
         raise _inside(path, inside)
     if name.endswith(SUFFIX):
@@ -314,7 +323,7 @@ def _step_layout(folder: Folder, names: Mapping[str, bool]) -> Layout:
         step=step,
         step_name=None if step is None else folder.name,
         is_finished=finished_name(folder.name) is None and not inner,
-        is_composite=step is None and any(folder.file_size(f"{name}/metadata") is not None for name in others),
+        is_composite=step is None and any(folder.has_file(f"{name}/metadata") for name in others),
         unfinished=tuple(inner),
         root=None if step is None else folder.parent.path,
     )
@@ -335,8 +344,11 @@ def _no_checkpoint(folder: Folder, names: Mapping[str, bool]) -> CheckpointError
 
 def load(layout: Layout, item: str) -> Source:
     """Open one tree item of a layout."""
+    place = layout.folder_at(layout.items[item])
     with _paused_collection():
-        return _load(layout.items[item], item)
+        if layout.format == "tf_bundle" or place.kind() != "folder":
+            return _load_file(place.parent, place.name, layout.format)
+        return _load_folder(place, item)
 
 
 @contextmanager
@@ -351,22 +363,23 @@ def _paused_collection() -> Iterator[None]:
             gc.enable()
 
 
-def _load(path: str, item: str) -> Source:
-    if path.endswith(SUFFIX) and not os.path.isdir(path):
-        return open_safetensors(path)
-    if path.endswith(haiku_pickle.SUFFIXES) and not os.path.isdir(path):
-        return haiku_pickle.open_pickle(path)
-    if os.path.isfile(f"{path}{INDEX}"):
-        return tf_bundle.open_bundle(path)
-    if not os.path.isdir(path):
-        file = Folder(os.path.dirname(path)), os.path.basename(path)
-        return (
-            array_metadatas.open_files(file[0], [file[1]]) if is_process_file(file[1]) else flax_msgpack.open_file(path)
-        )
-    folder = Folder(path)
+def _load_file(folder: Folder, name: str, format: str) -> Source:
+    match format:
+        case "safetensors":
+            return open_safetensors(folder, name)
+        case "haiku_pickle":
+            return haiku_pickle.open_pickle(folder, name)
+        case "tf_bundle":
+            return tf_bundle.open_bundle(folder, name)
+        case "array_metadatas":
+            return array_metadatas.open_files(folder, [name])
+    return flax_msgpack.open_file(folder, name)
+
+
+def _load_folder(folder: Folder, item: str) -> Source:
     names = folder.names()
     if is_safetensors(names) and not is_tree(folder, names):
-        return open_safetensors(path)
+        return open_safetensors(folder)
     if is_array_metadatas(names):
         inside = folder.folder(ARRAY_METADATAS) if ARRAY_METADATAS in names else folder
         return array_metadatas.open_files(inside, list(inside.names()))

@@ -1,17 +1,20 @@
-"""A folder of files: listing, bounded reads, checked names. A remote store would be a class with the same methods."""
+"""A folder of files: listing, bounded reads, checked names. `remote` has the same for object stores."""
 
 import json
 import os
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
 from orbaxkit.errors import CheckpointError
 
 # No metadata file of a real checkpoint comes near this; a file that does is not metadata.
 MAX_METADATA_BYTES = 1 << 30
+
+# Where in a file something lies: offset and length.
+Extent = tuple[int, int]
 
 LFS_HEAD = b"version https://git-lfs"
 LFS_PROBLEM = "is a Git LFS pointer, not the data"
@@ -31,7 +34,7 @@ def file_error(path: str, problem: str, hint: str | None = None) -> CheckpointEr
 
 
 @contextmanager
-def _os_errors(path: str) -> Iterator[None]:
+def _os_errors(path: str, what: str = "read") -> Iterator[None]:
     try:
         yield
     except FileNotFoundError:
@@ -40,7 +43,7 @@ def _os_errors(path: str) -> Iterator[None]:
         raise file_error(path, "is a directory where a file was expected") from None
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
-        raise file_error(path, f"cannot be read: {reason}") from None
+        raise file_error(path, f"cannot be {what}: {reason}") from None
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,7 @@ class Folder:
 
     def folder(self, name: str) -> "Folder":
         """A folder inside this one."""
-        return Folder(self.where(name))
+        return replace(self, path=self.where(name))
 
     @property
     def name(self) -> str:
@@ -69,9 +72,25 @@ class Folder:
         return Folder(os.path.dirname(self.path.rstrip("/")) or "/")
 
     @property
+    def is_local(self) -> bool:
+        """Whether its files can be opened by the system."""
+        return True
+
+    @property
     def kvstore(self) -> dict[str, Any]:
         """This folder as TensorStore names it."""
         return {"driver": "file", "path": self.path.rstrip("/") + "/"}
+
+    @property
+    def context(self) -> dict[str, Any]:
+        """What TensorStore is to keep to here."""
+        return {}
+
+    def kind(self) -> Literal["folder", "file"] | None:
+        """What stands at the path; None where nothing does."""
+        if os.path.isdir(self.path):
+            return "folder"
+        return "file" if os.path.lexists(self.path) else None
 
     def names(self) -> dict[str, bool]:
         """What the folder holds, sorted: name -> whether it is a folder."""
@@ -83,17 +102,21 @@ class Folder:
         """Whether there is such a folder."""
         return os.path.isdir(self.where(name))
 
+    def has_file(self, name: str) -> bool:
+        """Whether there is such a file."""
+        return self.file_size(name) is not None
+
     def file_size(self, name: str) -> int | None:
-        """The size of a file; None where there is no such file."""
+        """The size of a file; None where there is none, or where the store does not tell."""
         try:
             found = os.stat(self.where(name))
         except (OSError, ValueError):
             return None
         return found.st_size if stat.S_ISREG(found.st_mode) else None
 
-    def sizes_below(self, name: str, depth: int = 40) -> dict[str, int]:
-        """The size of every file below a folder, by its path from there."""
-        out: dict[str, int] = {}
+    def sizes_below(self, name: str, depth: int = 40) -> dict[str, int | None]:
+        """The size of every file below a folder, by its path from there; None where the store does not tell."""
+        out: dict[str, int | None] = {}
         with _os_errors(self.where(name)), os.scandir(self.where(name)) as entries:
             for entry in entries:
                 if entry.is_dir() and depth:
@@ -128,11 +151,27 @@ class Folder:
         return data
 
     @contextmanager
-    def open(self, name: str) -> Iterator[Any]:
-        """A file opened for reading; what goes wrong inside the block is an error about this file."""
+    def open(self, name: str, extent: Extent | None = None) -> Iterator[Any]:
+        """A file opened for reading; what goes wrong inside the block is an error about this file.
+
+        `extent` is what of it will be read, where that is known: object stores are asked for no more.
+        """
         path = self.where(name)
         with _os_errors(path), open_regular(path) as file:
             yield file
+
+    def write(self, name: str, data: bytes) -> None:
+        """A small file, whole or not at all, over an old one."""
+        path = self.where(name)
+        with _os_errors(path, "written"):
+            with open(f"{path}.orbaxkit-tmp", "wb") as file:
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(f"{path}.orbaxkit-tmp", path)
+
+    def expect(self, extents: Iterable[tuple[str, int, int]]) -> None:
+        """Announce `(file, offset, length)` of what will be opened: object stores are asked for neighbours together."""
 
     def read_json(self, name: str) -> Any:
         """A JSON file."""
@@ -142,6 +181,29 @@ class Folder:
         """A JSON file, or None where there is no such file."""
         data = self.read_optional(name)
         return None if data is None else parse_json(data, self.where(name))
+
+
+def folder_at(path: str) -> Folder:
+    """The folder of an absolute path, or of a URL."""
+    from orbaxkit.formats.remote import RemoteFolder, is_remote
+
+    return RemoteFolder.at(path) if is_remote(path) else Folder(path)
+
+
+def pread(file: Any, size: int, offset: int) -> bytes:
+    """At most so many bytes of an open file, or of bytes in memory."""
+    if isinstance(file, bytes):
+        return file[offset : offset + size]
+    return file.pread(size, offset) if hasattr(file, "pread") else os.pread(file.fileno(), size, offset)
+
+
+def pread_into(file: Any, view: memoryview, offset: int) -> int:
+    """Fill a part of `view` from an open file; how many bytes that are."""
+    if not hasattr(file, "pread"):
+        return os.preadv(file.fileno(), [view], offset)
+    data = file.pread(len(view), offset)
+    view[: len(data)] = data
+    return len(data)
 
 
 def open_regular(path: str) -> Any:

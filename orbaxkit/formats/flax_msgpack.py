@@ -1,7 +1,5 @@
 """Flax's own checkpoints: one msgpack file, `checkpoint_<step>`. Tuples and lists are dicts with keys "0", "1", …"""
 
-import os
-
 from orbaxkit.formats.files import Folder
 from orbaxkit.formats.items import ItemSource, Place
 from orbaxkit.formats.msgpack import decode_file
@@ -10,9 +8,8 @@ from orbaxkit.formats.values import inline_spec
 from orbaxkit.specs import LeafSpec, Specs
 
 
-def open_file(path: str) -> ItemSource:
+def open_file(folder: Folder, name: str) -> ItemSource:
     """Open a msgpack file; arrays stay on disk until they are read."""
-    folder, name = Folder(os.path.dirname(path)), os.path.basename(path)
     leaves = in_tree_order(from_msgpack(decode_file(folder, name)).leaves)
     places = [_place(leaf) for leaf in leaves]
     specs = Specs.of([(leaf.path, place.spec) for leaf, place in zip(leaves, places, strict=True)])

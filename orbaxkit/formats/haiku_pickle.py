@@ -169,10 +169,9 @@ class PickleSource:
         return []
 
 
-def open_pickle(path: str) -> PickleSource:
+def open_pickle(folder: Folder, name: str) -> PickleSource:
     """The params in a pickle. Raises CheckpointError: it holds anything else, which is named and was not run."""
-    folder, _, name = path.rpartition("/")
-    data = Folder(folder or "/").read(name)
+    path, data = folder.where(name), folder.read(name)
     try:
         _look_over(data)
         tree = _Unpickler(io.BytesIO(data)).load()

@@ -11,10 +11,11 @@ import numpy as np
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats import Done, Pending, Source, Value
 from orbaxkit.formats.arrays import Reader
-from orbaxkit.formats.decoding import Decoder
+from orbaxkit.formats.decoding import Decoder, touched_values
 from orbaxkit.formats.eras import fills_missing_chunks
 from orbaxkit.formats.files import Folder
 from orbaxkit.formats.msgpack import Node, StoredArray, read_into
+from orbaxkit.formats.ocdbt import UNKNOWN
 from orbaxkit.formats.ocdbt import Value as StoredValue
 from orbaxkit.formats.stores import ArrayStore
 from orbaxkit.formats.values import scalar_value
@@ -112,6 +113,18 @@ class ItemSource:
             return None
         return Stored(place.array, self.store.values(place.name), self.store.open, self.store.folder.where)
 
+    def expect(self, wanted: Iterable[tuple[str, tuple[slice, ...]]]) -> None:
+        """Announce regions of leaves that will be read, so that an object store is asked for neighbours together."""
+        if self.folder.is_local or self.store is None:
+            return
+        self.store.folder.expect(
+            (value.file, value.offset, value.length)
+            for name, index in wanted
+            if (array := self.places[name].array) is not None
+            for value in touched_values(self.store.values(self.places[name].name), array, index)
+            if value.inline is None and value.length != UNKNOWN
+        )
+
     def problems(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """Missing metadata, missing chunks, data files that are missing or too short."""
         found = ((name, self._problem(name)) for name in names)
@@ -137,11 +150,18 @@ class ItemSource:
             return f"chunk {key} of {stored!r} is missing"
         whole = array.value_bytes
         is_raw = array.codec == "raw" and array.shard_shape is None
-        wrong = next((key for key, length in lengths.items() if is_raw and length != whole), None)
+        wrong = next((key for key, length in lengths.items() if is_raw and length not in (whole, UNKNOWN)), None)
         return f"chunk {wrong} of {stored!r} has {lengths[wrong]:,} of {whole:,} bytes" if wrong else None
 
     def _has_fill(self, array: ZarrArray) -> bool:
         return fills_missing_chunks(array, self.settings)
+
+
+def expect(source: Source, wanted: Iterable[tuple[str, tuple[slice, ...]]]) -> None:
+    """Announce what will be read, to a source that has use for it."""
+    announce = getattr(source, "expect", None)
+    if announce is not None:
+        announce(wanted)
 
 
 def stored(source: Source, name: str) -> Stored | None:

@@ -241,7 +241,7 @@ def read_into(file: BufferedIOBase, array: StoredArray, index: tuple[slice, ...]
 
 def decode_file(folder: Folder, name: str) -> Node:
     """The tree in a msgpack file of a folder."""
-    where, size = folder.where(name), folder.file_size(name)
+    where = folder.where(name)
     with folder.open(name) as file:
         head = file.read(64)
         if not head:
@@ -249,5 +249,6 @@ def decode_file(folder: Folder, name: str) -> Node:
         check_not_lfs(head, where)
         if head.startswith(b"model_checkpoint_path:"):
             raise file_error(where, "is TensorFlow's list of its checkpoints, not an Orbax or Flax checkpoint")
+        size = folder.file_size(name) if folder.is_local else file.load()
         file.seek(0)
         return decode(file, size or 0, where)

@@ -20,10 +20,13 @@ _OWN_FOLDERS = ("array_metadatas",)
 _NESTED_DEPTH = 8
 
 
+UNKNOWN = -1
+
+
 class Value(NamedTuple):
     """One stored value: its bytes where they are in the tree itself, else the file, offset and length."""
 
-    length: int
+    length: int  # UNKNOWN of a file of its own in an object store, whose listings do not say it
     inline: bytes | None
     file: str  # relative to the folder; "" for inline values
     offset: int
@@ -46,13 +49,13 @@ def is_ocdbt(names: Iterable[str]) -> bool:
 
 def read_index(folder: Folder) -> Index:
     """Read a store's index: the merged tree where there is one, else every process's own."""
-    if folder.file_size(MANIFEST) is not None:
+    if folder.has_file(MANIFEST):
         values = dict(_read_tree(folder, ""))
         for inside in _stores_below(folder, "", _NESTED_DEPTH):
             values.update((f"{inside}/{key}", value) for key, value in _read_tree(folder.folder(inside), inside))
         return Index(folder, values)
     parts = natural(name for name, is_folder in folder.names().items() if is_folder and name.startswith(PART_PREFIX))
-    found = [part for part in parts if folder.file_size(f"{part}/{MANIFEST}") is not None]
+    found = [part for part in parts if folder.has_file(f"{part}/{MANIFEST}")]
     if not found:
         raise CheckpointError(f"no {MANIFEST}, here or in {PART_PREFIX}*", where=folder.path)
     values = {}
@@ -66,7 +69,7 @@ def _stores_below(folder: Folder, inside: str, depth: int) -> Iterator[str]:
     for name, is_folder in folder.folder(inside).names().items():
         if is_folder and depth and name not in _OWN_FOLDERS and not name.startswith(PART_PREFIX):
             below = f"{inside}/{name}" if inside else name
-            if folder.file_size(f"{below}/{MANIFEST}") is not None:
+            if folder.has_file(f"{below}/{MANIFEST}"):
                 yield below
             yield from _stores_below(folder, below, depth - 1)
 
@@ -101,7 +104,7 @@ def _read_tree(folder: Folder, part: str) -> Iterator[tuple[str, Value]]:
     import tensorstore as ts
 
     _check_manifest(folder)
-    base = ts.KvStore.open(folder.kvstore).result()
+    base = ts.KvStore.open(folder.kvstore, context=ts.Context(folder.context)).result()
     stack = [(node, b"", height) for node, height in _newest_root(folder, base)]
     seen: set[str] = set()
     while stack:
@@ -159,9 +162,9 @@ def _check_extent(folder: Folder, file: str, offset: int, length: int) -> None:
 def extent_problem(folder: Folder, file: str, end: int) -> str | None:
     """Why the bytes of a file up to `end` are not there; no data is read."""
     size = folder.file_size(file)
-    if size is None:
+    if size is None and not folder.has_file(file):
         return "is missing"
-    if size >= end:
+    if size is None or size >= end:
         return None
     with folder.open(file) as opened:
         if opened.read(len(LFS_HEAD)) == LFS_HEAD:

@@ -3,7 +3,6 @@
 Without orbaxkit's own sidecar, paths are the tensors' names split at dots, as Hugging Face joins them.
 """
 
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,7 +12,7 @@ import numpy as np
 
 from orbaxkit.errors import CheckpointError, shorten
 from orbaxkit.formats import Done, Pending, Value
-from orbaxkit.formats.files import Folder, check_name
+from orbaxkit.formats.files import Folder, check_name, pread
 from orbaxkit.formats.flat import BLOCK_BYTES, read_region
 from orbaxkit.formats.safetensors_header import Header, Tensor, name_problem, read_header
 from orbaxkit.formats.safetensors_sidecar import KEY, Entry, Sidecar, decode
@@ -67,10 +66,10 @@ class SafetensorsSource:
             raise CheckpointError(
                 "a leaf cannot be read", leaves=[(name, problem or "it is no array")], where=self.folder.path
             )
-        with self.folder.open(tensor.file) as file:
+        with self.folder.open(tensor.file, (tensor.offset, tensor.nbytes)) as file:
             spans = [(part.start, part.stop) for part in index]
             try:
-                read_region(file.fileno(), tensor.offset, tensor.shape, spans, out)
+                read_region(file, tensor.offset, tensor.shape, spans, out)
             except EOFError:
                 raise CheckpointError(
                     "a leaf cannot be read", leaves=[(name, f"{tensor.file} is cut short")], where=self.folder.path
@@ -109,11 +108,10 @@ def is_safetensors(names: Iterable[str]) -> bool:
     return any(name.endswith((SUFFIX, INDEX_SUFFIX)) for name in names)
 
 
-def open_safetensors(path: str) -> SafetensorsSource:
-    """Open a file, or a folder of files."""
-    if os.path.isdir(path):
-        return _open_folder(Folder(path))
-    folder, name = Folder(os.path.dirname(path)), os.path.basename(path)
+def open_safetensors(folder: Folder, name: str = "") -> SafetensorsSource:
+    """Open a file of a folder, or all that are in it."""
+    if not name:
+        return _open_folder(folder)
     header = read_header(folder, name)
     return _source(folder, header.tensors, header.metadata, (), folder.where(name))
 
@@ -153,7 +151,7 @@ def _open_indexed(folder: Folder, index: str) -> SafetensorsSource:
     if not isinstance(places, dict) or not all(isinstance(file, str) for file in places.values()):
         raise CheckpointError(f"{index} holds no weight_map", where=folder.where(index))
     files = sorted({check_name(file, folder.where(index)) for file in places.values()})
-    missing = {file for file in files if folder.file_size(file) is None}
+    missing = {file for file in files if not folder.has_file(file)}
     headers = {file: read_header(folder, file) for file in files if file not in missing}
     tensors = {name: _indexed(name, file, headers) for name, file in places.items()}
     extra = [name for header in headers.values() for name in header.tensors if name not in places]
@@ -272,7 +270,7 @@ def _same_bytes(folder: Folder, a: Tensor, b: Tensor) -> bool:
 
 
 def _blocks(folder: Folder, tensor: Tensor) -> Iterator[bytes]:
-    with folder.open(tensor.file) as file:
+    with folder.open(tensor.file, (tensor.offset, tensor.nbytes)) as file:
         for at in range(0, tensor.nbytes, BLOCK_BYTES):
             size = min(BLOCK_BYTES, tensor.nbytes - at)
-            yield os.pread(file.fileno(), size, tensor.offset + at)
+            yield pread(file, size, tensor.offset + at)

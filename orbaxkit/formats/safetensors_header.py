@@ -2,7 +2,6 @@
 
 import json
 import math
-import os
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -71,14 +70,14 @@ class Header:
 def read_header(folder: Folder, name: str) -> Header:
     """Read and check a file's header; a file that ends too soon makes problems of the tensors beyond its end."""
     where = folder.where(name)
+    size = folder.file_size(name)
     with folder.open(name) as file:
-        size = os.fstat(file.fileno()).st_size
         head = file.read(256)
         check_not_lfs(head, where)
         length = int.from_bytes(head[:8], "little")
         if len(head) < 8 or length > MAX_HEADER_BYTES or length < 2 or head[8:9] != b"{":
             raise file_error(where, "is no safetensors file: it does not begin with a header")
-        if size < 8 + length:
+        if size is not None and size < 8 + length:
             raise file_error(where, f"is cut short: its header ends at byte {8 + length:,} of {size:,}")
         file.seek(8)
         found = parse_json(file.read(length), where)
@@ -91,7 +90,7 @@ def read_header(folder: Folder, name: str) -> Header:
     return Header(ordered, metadata)
 
 
-def _tensor(key: str, entry: Any, file: str, base: int, size: int, where: str) -> Tensor:
+def _tensor(key: str, entry: Any, file: str, base: int, size: int | None, where: str) -> Tensor:
     try:
         start, end = checked_sizes(entry["data_offsets"], where, f"data_offsets of {key[:80]!r}")
         shape = checked_sizes(entry["shape"], where, f"the shape of {key[:80]!r}")
@@ -111,7 +110,9 @@ def _tensor(key: str, entry: Any, file: str, base: int, size: int, where: str) -
         raise CheckpointError(f"{key[:80]!r} has {end - start:,} bytes for {dtype.name}{list(shape)}", where=where)
     if math.prod(filter(None, shape)) * dtype.itemsize >= 1 << 63:  # numpy makes no such array, not even an empty one
         raise CheckpointError(f"{key[:80]!r} has a shape that no array has: {list(shape)}", where=where)
-    short = None if base + end <= size else f"{file} is cut short: it should reach byte {base + end:,} and has {size:,}"
+    short = None
+    if size is not None and base + end > size:
+        short = f"{file} is cut short: it should reach byte {base + end:,} and has {size:,}"
     return Tensor(file, dtype, shape, base + start, short)
 
 
@@ -122,7 +123,7 @@ def name_problem(name: str) -> str | None:
     return "is no Unicode text" if _SURROGATES.search(name) else None
 
 
-def _check_layout(tensors: Mapping[str, Tensor], base: int, size: int, where: str) -> None:
+def _check_layout(tensors: Mapping[str, Tensor], base: int, size: int | None, where: str) -> None:
     """No two tensors share bytes, and none belongs to no tensor: the format has it so."""
     at = base
     for key, tensor in tensors.items():
@@ -132,7 +133,7 @@ def _check_layout(tensors: Mapping[str, Tensor], base: int, size: int, where: st
             )
             raise CheckpointError(f"the tensor {key[:80]!r} {problem}", where=where)
         at += tensor.nbytes
-    if at < size:
+    if size is not None and at < size:
         raise CheckpointError(f"the file has {size - at:,} bytes that belong to no tensor", where=where)
 
 

@@ -7,7 +7,7 @@ from typing import Any, Protocol, runtime_checkable
 
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats.files import LFS_HEAD, LFS_HINT, LFS_PROBLEM, Folder, check_name
-from orbaxkit.formats.ocdbt import Index, Value, extent_problem, is_ocdbt, read_index, read_values
+from orbaxkit.formats.ocdbt import UNKNOWN, Index, Value, extent_problem, is_ocdbt, read_index, read_values
 from orbaxkit.formats.zarr import METADATA_NAMES
 from orbaxkit.paths import KeyPath, format_path
 
@@ -29,8 +29,8 @@ class ArrayStore(Protocol):
     def metadata(self, names: Iterable[str]) -> Iterator[tuple[str, str, bytes]]:
         """`(array, metadata file, its bytes)` for those of the names that there are."""
 
-    def stored_bytes(self, name: str) -> int:
-        """The bytes of an array's stored values."""
+    def stored_bytes(self, name: str) -> int | None:
+        """The bytes of an array's stored values; None where the store does not tell."""
 
     def values(self, name: str) -> dict[str, Value]:
         """Where each stored value of an array lies, by its key."""
@@ -80,27 +80,30 @@ class PlainStore:
                     yield name, file, data
                     break
 
-    def stored_bytes(self, name: str) -> int:
+    def stored_bytes(self, name: str) -> int | None:
         """From a listing."""
-        return sum(value.length for value in self.values(name).values())
+        lengths = [value.length for value in self.values(name).values()]
+        return None if UNKNOWN in lengths else sum(lengths)
 
     def values(self, name: str) -> dict[str, Value]:
         """List the array's folder: each file is one value."""
         sizes = self.folder.sizes_below(name)
         return {
-            key: Value(size, None, f"{name}/{key}", 0, "") for key, size in sizes.items() if key not in METADATA_NAMES
+            key: Value(UNKNOWN if size is None else size, None, f"{name}/{key}", 0, "")
+            for key, size in sizes.items()
+            if key not in METADATA_NAMES
         }
 
     def open(self, value: Value) -> AbstractContextManager[Any]:
         """The value's file."""
-        return self.folder.open(value.file)
+        return self.folder.open(value.file, (0, value.length) if value.length != UNKNOWN else None)
 
     def damage(self, name: str) -> str | None:
         """An empty file, or a Git LFS pointer."""
         for value in self.values(name).values():
             if value.length == 0:
                 return f"{value.file} is empty"
-            if value.length < 256 and self._starts_with(value.file, LFS_HEAD):
+            if 0 < value.length < 256 and self._starts_with(value.file, LFS_HEAD):
                 return f"{value.file} {LFS_PROBLEM} ({LFS_HINT})"
         return None
 
@@ -156,7 +159,7 @@ class OcdbtStore:
         data = read_values(self.folder, [value for _, _, value in found])
         return ((name, file, text) for (name, file, _), text in zip(found, data, strict=True))
 
-    def stored_bytes(self, name: str) -> int:
+    def stored_bytes(self, name: str) -> int | None:
         """From the index."""
         return sum([value.length for _, value in self.chunks.get(name, ())])
 
@@ -166,7 +169,9 @@ class OcdbtStore:
 
     def open(self, value: Value) -> AbstractContextManager[Any]:
         """The value's data file, or its bytes where the index holds them."""
-        return self.folder.open(value.file) if value.inline is None else nullcontext(value.inline)
+        if value.inline is not None:
+            return nullcontext(value.inline)
+        return self.folder.open(value.file, (value.offset, value.length))
 
     def damage(self, name: str) -> str | None:
         """A data file that is missing or too short. TensorStore reads such values as empty, without an error."""

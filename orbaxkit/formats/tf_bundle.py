@@ -5,7 +5,6 @@ where it lies below another variable (`kernel/adam_m` beside `kernel`), the rest
 """
 
 import math
-import os
 import re
 import struct
 from collections.abc import Iterable, Iterator, Mapping
@@ -18,7 +17,7 @@ import numpy as np
 
 from orbaxkit.errors import CheckpointError, shorten
 from orbaxkit.formats import Done, Pending, Value
-from orbaxkit.formats.files import Folder
+from orbaxkit.formats.files import Folder, pread
 from orbaxkit.formats.flat import BLOCK_BYTES, read_region
 from orbaxkit.formats.leveldb_table import FOOTER_BYTES, Damaged, is_table, mask, masked_crc, varint
 from orbaxkit.formats.tf_index import INDEX, STRING, TF_DTYPES, Entry, read_index
@@ -70,9 +69,9 @@ class BundleSource:
         place = tuple(slice(a - low, b - low) for (a, b), (low, _) in zip(spans, wanted, strict=True))
         piece = out if out.ndim == 0 else out[place]
         part = piece if piece.flags.c_contiguous else np.empty(piece.shape, out.dtype)
-        with self.folder.open(self._file(entry)) as file:
+        with self.folder.open(self._file(entry), (entry.offset, entry.size)) as file:
             try:
-                read_region(file.fileno(), entry.offset, entry.shape, inside, part)
+                read_region(file, entry.offset, entry.shape, inside, part)
             except EOFError:
                 self._refuse(name, f"{self._file(entry)} was cut short while it was read")
         if part is not piece:
@@ -100,10 +99,10 @@ class BundleSource:
         return next((told for entry in self.held[name] if (told := self._missing(entry))), None)
 
     def _missing(self, entry: Entry) -> str | None:
-        size, end = self.folder.file_size(self._file(entry)), entry.offset + entry.size
-        if size is None:
+        if not self.folder.has_file(self._file(entry)):
             return f"{self._file(entry)} is missing"
-        return None if end <= size else f"{self._file(entry)} has {size:,} bytes, {end:,} are needed"
+        size, end = self.folder.file_size(self._file(entry)), entry.offset + entry.size
+        return None if size is None or end <= size else f"{self._file(entry)} has {size:,} bytes, {end:,} are needed"
 
     def _damage(self, entry: Entry) -> str | None:
         if entry not in self._checked:
@@ -117,9 +116,9 @@ class BundleSource:
         return None if mask(crc) == entry.crc else f"its bytes in {self._file(entry)} do not have the CRC of the index"
 
     def _blocks(self, entry: Entry) -> Iterator[bytes]:
-        with self.folder.open(self._file(entry)) as file:
+        with self.folder.open(self._file(entry), (entry.offset, entry.size)) as file:
             for at in range(0, entry.size, BLOCK_BYTES):
-                yield os.pread(file.fileno(), min(BLOCK_BYTES, entry.size - at), entry.offset + at)
+                yield pread(file, min(BLOCK_BYTES, entry.size - at), entry.offset + at)
 
     def _strings(self, name: str, entry: Entry) -> list[Any]:
         """Lengths, the CRC of the lengths, then the texts. The index's CRC goes over lengths of 4 bytes each."""
@@ -168,7 +167,7 @@ def is_table_file(folder: Folder, name: str) -> bool:
     if size < FOOTER_BYTES:
         return False
     with folder.open(name) as file:
-        return is_table(os.pread(file.fileno(), 8, size - 8))
+        return is_table(pread(file, 8, size - 8))
 
 
 def bundles(names: Iterable[str]) -> list[str]:
@@ -181,9 +180,8 @@ def bundles(names: Iterable[str]) -> list[str]:
 
 def latest(folder: Folder, prefixes: Iterable[str]) -> str | None:
     """The bundle that a folder's text file `checkpoint` calls the latest; only the last name of its path counts."""
-    if not folder.file_size(_LIST):
-        return None
-    found = _LATEST.search(folder.read(_LIST, 1 << 20).decode("utf-8", "replace"))
+    data = folder.read_optional(_LIST, 1 << 20) if folder.file_size(_LIST) != 0 else None
+    found = _LATEST.search((data or b"").decode("utf-8", "replace"))
     name = found[1].rpartition("/")[2] if found else None
     return name if name in set(prefixes) else None
 
@@ -194,9 +192,8 @@ def steps_of(prefixes: Iterable[str]) -> list[tuple[int, str]]:
     return [] if any(number is None for number, _ in found) else sorted((int(n or 0), prefix) for n, prefix in found)
 
 
-def open_bundle(path: str) -> BundleSource:
+def open_bundle(folder: Folder, prefix: str) -> BundleSource:
     """The bundle of a prefix."""
-    folder, prefix = Folder(os.path.dirname(path)), os.path.basename(path)
     index = read_index(folder, prefix)
     paths = _paths(list(index.entries))
     specs = Specs.of([(paths[name], _spec(pieces)) for name, pieces in index.entries.items()])

@@ -28,7 +28,7 @@ def array_spec(
     value_type: str | None,
     name: str,
     array: ZarrArray,
-    stored_bytes: int,
+    stored_bytes: int | None,
     sharding: SavedSharding | None,
     metadata: ArrayMetadata | None,
 ) -> LeafSpec:

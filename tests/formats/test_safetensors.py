@@ -191,7 +191,7 @@ def assert_region(path: Path, shape: tuple[int, ...], spans: list[tuple[int, int
     wanted = whole[tuple(slice(*span) for span in spans)]
     out = np.full(wanted.shape, -1, np.int32)
     with open(path, "rb") as file:
-        read_region(file.fileno(), 5, shape, spans, out)
+        read_region(file, 5, shape, spans, out)
     assert np.array_equal(out, wanted)
 
 

@@ -15,6 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import orbaxkit as ok
+from orbaxkit.formats.files import Folder
 from orbaxkit.formats.leveldb_table import MAGIC, mask
 from orbaxkit.formats.snappy import decompress
 from orbaxkit.formats.tf_bundle import open_bundle
@@ -277,7 +278,7 @@ def test_any_entries_are_no_crash(tmp_path_factory, pairs):
     folder = tmp_path_factory.mktemp("any")
     path = written(folder, {k: v for k, v in pairs.items() if k})
     try:
-        source = open_bundle(str(path))
+        source = open_bundle(Folder(str(path.parent)), path.name)
         for name in source.specs:
             source.problems([name])
     except ok.CheckpointError:
