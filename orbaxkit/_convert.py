@@ -3,7 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
+from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, Literal
 
@@ -12,6 +12,8 @@ from orbaxkit._plan import open_source
 from orbaxkit.errors import OrbaxkitError
 from orbaxkit.execute.streaming import Progress, stream
 from orbaxkit.formats import Source
+from orbaxkit.formats.detect import absolute_path
+from orbaxkit.formats.remote import is_remote
 from orbaxkit.formats.sinks import Sink
 from orbaxkit.planning import Plan, Transform, make_plan
 from orbaxkit.planning.nodes import Read
@@ -38,7 +40,7 @@ def convert(
     max_shard_size: int | str = "5GB",
     item: str | None = None,
     step: int | None = None,
-) -> Path:
+) -> PurePath:
     """Write a checkpoint, or a tree in memory, as a new checkpoint: what `transforms` make of it, in bounded memory.
 
     Stored bytes are copied as they are where neither the values nor their chunks change. What lies beside the trees of
@@ -55,7 +57,7 @@ def convert(
         max_shard_size: the size at which safetensors files are split.
 
     Returns:
-        The path that was written.
+        The path that was written, a `pathlib.Path` or for a URL an `epath.Path`.
 
     Raises:
         CheckpointError: the source is damaged; the destination stands, has no room, or cannot hold a leaf.
@@ -146,10 +148,14 @@ def _refuse_overlap(source: str | None, destination: str | os.PathLike[str]) -> 
     """Writing over the source, or over a folder that holds it, would lose it."""
     if source is None:
         return
-    ours, theirs = os.path.realpath(source), os.path.realpath(os.path.expanduser(os.fspath(destination)))
+    ours, theirs = _real(source), _real(absolute_path(destination))
     if ours == theirs or ours.startswith(theirs.rstrip("/") + "/"):
         raise OrbaxkitError(
             "the destination is the source, or holds it",
             where=theirs,
             hint="write somewhere else: nothing is changed in place",
         )
+
+
+def _real(path: str) -> str:
+    return path if is_remote(path) else os.path.realpath(path)

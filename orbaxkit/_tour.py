@@ -165,7 +165,7 @@ def _has_step(checkpoint: Checkpoint) -> bool:
 def _export(checkpoint: Checkpoint) -> Iterator[str]:
     params = _params_alone(find_params(checkpoint.specs).path)
     with tempfile.TemporaryDirectory(prefix="orbaxkit-tour-") as folder:
-        exported = convert(checkpoint, Path(folder) / "model.safetensors", *params)
+        exported = Path(convert(checkpoint, Path(folder) / "model.safetensors", *params))
         yield f"{exported.name}: {exported.stat().st_size:,} bytes"
         yield str(diff(checkpoint, exported, *params, values=True))
         yield str(verify(exported))

@@ -1,17 +1,19 @@
 """Outputs whose stored values can be copied as they are: renamed leaves, layers of a stack chunked by layer, …"""
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from orbaxkit.execute.pieces import Piece, full, is_gathered, pieces
 from orbaxkit.formats import Source
-from orbaxkit.formats.files import pread
+from orbaxkit.formats.decoding import Undecodable
+from orbaxkit.formats.files import Folder, pread
 from orbaxkit.formats.frames import ReadBytes, has_holes, value_problem
 from orbaxkit.formats.items import Stored, stored
-from orbaxkit.formats.ocdbt import Value
+from orbaxkit.formats.ocdbt import UNKNOWN, Value
 from orbaxkit.formats.sinks import Encoded
+from orbaxkit.formats.stores import announce
 from orbaxkit.formats.zarr import ZarrArray
 from orbaxkit.planning.nodes import Expr, Fill, Index, Read, Slice, Stack, Transpose, Unreplicate
 from orbaxkit.planning.regions import Spans
@@ -32,20 +34,23 @@ class Copies:
         return sum(value.length for _, _, value in self.values)
 
     def encoded(self) -> Iterator[tuple[str, Encoded]]:
-        """Each value under its new key. Raises ValueError: its bytes are cut short, as far as can be told undecoded."""
+        """Each value under its new key. Raises Undecodable: it is cut short, as far as can be told undecoded."""
         for key, found, value in self.values:
-            problem = _problem(found, value)
-            if problem:
-                raise ValueError(f"chunk {key}{f' in {value.file}' if value.file else ''}: {problem}")
-            if value.inline is not None:
-                yield key, Encoded(value.length, data=value.inline)
-            else:
-                yield key, Encoded(value.length, path=found.where(value.file), offset=value.offset)
+            with found.open(value) as file:
+                problem = value_problem(_reader(file, value), value.length, found.array)
+                if problem:
+                    raise Undecodable(f"chunk {key}{f' in {value.file}' if value.file else ''}: {problem}")
+                yield key, Encoded(value.length, file, value.offset, found.folder.where(value.file))
 
 
-def _problem(found: Stored, value: Value) -> str | None:
-    with found.open(value) as file:
-        return value_problem(_reader(file, value), value.length, found.array)
+def announce_all(copies: Iterable[Copies]) -> None:
+    """Tell every store which of its values will be copied."""
+    wanted: dict[int, tuple[Folder, list[Value]]] = {}
+    for each in copies:
+        for _, found, value in each.values:
+            wanted.setdefault(id(found.folder), (found.folder, []))[1].append(value)
+    for folder, values in wanted.values():
+        announce(folder, values)
 
 
 def _has_holes(found: Stored, value: Value, position: Sizes) -> bool:
@@ -61,8 +66,6 @@ def _has_holes(found: Stored, value: Value, position: Sizes) -> bool:
 
 def _reader(file: Any, value: Value) -> ReadBytes:
     """A value's bytes, from those that lie in the index or from its file."""
-    if isinstance(file, bytes):
-        return lambda size, at: file[at : at + size]
     return lambda size, at: pread(file, size, value.offset + at)
 
 
@@ -143,7 +146,7 @@ def _copied(piece: Piece, found: Stored, array: ZarrArray) -> list[tuple[str, Va
     out = []
     for before, after in zip(itertools.product(*old), itertools.product(*new), strict=True):
         value = found.values.get(ours.key(before))
-        if value is None or _has_holes(found, value, before):
+        if value is None or value.length == UNKNOWN or _has_holes(found, value, before):
             return None
         out.append((array.key(after), value))
     return out

@@ -87,7 +87,7 @@ class SequentialSource:
         except (Undecodable, EOFError) as error:
             file = found.values[run.key].file
             problem = f"chunk {run.key}{f' in {file}' if file else ''}: {error}"
-            raise CheckpointError("a leaf cannot be read", leaves=[(name, problem)], where=found.where("")) from None
+            raise CheckpointError("a leaf cannot be read", leaves=[(name, problem)], where=found.folder.path) from None
 
     def finish(self, name: str | None = None, is_whole: bool = False) -> None:
         """Close the stream of a leaf, or all of them."""

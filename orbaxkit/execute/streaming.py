@@ -9,11 +9,12 @@ import numpy as np
 
 from orbaxkit.display.text import human_bytes
 from orbaxkit.errors import CheckpointError, OrbaxkitError, TransformError
-from orbaxkit.execute.encoded import Copies, chunks_of, find_copies
+from orbaxkit.execute.encoded import Copies, announce_all, chunks_of, find_copies
 from orbaxkit.execute.reading import check_readable
 from orbaxkit.execute.sequential import SequentialSource
 from orbaxkit.execute.windows import Arena, Window, cost_of, evaluate, windows_of
 from orbaxkit.formats import Source, Value
+from orbaxkit.formats.decoding import Undecodable
 from orbaxkit.formats.sinks import Sink
 from orbaxkit.formats.values import scalar_value
 from orbaxkit.planning import Expr, Plan
@@ -135,6 +136,7 @@ class _Run:
         """Largest jobs first, on a few threads; the first error ends all of them."""
         jobs = sorted(self._jobs(), key=lambda job: -job.work_bytes)
         self._total = sum(job.work_bytes for job in jobs)
+        announce_all(copies for job in jobs for copies in job.copies.values())
         with ThreadPoolExecutor(WORKERS, thread_name_prefix="orbaxkit-stream") as pool:
             try:
                 self._await([pool.submit(self._work, job) for job in jobs])
@@ -220,7 +222,7 @@ class _Run:
         for name, found in job.copies.items():
             try:
                 self._copy(name, found)
-            except ValueError as error:
+            except Undecodable as error:
                 raise CheckpointError("a leaf cannot be copied", leaves=[(name, str(error))]) from None
         if job.names:
             self._make(job)

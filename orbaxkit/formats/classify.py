@@ -1,7 +1,7 @@
 """What a folder or a file of a run is: a tree item, a JSON item, a step, a root, or something inside an item."""
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from orbaxkit.errors import CheckpointError
@@ -10,10 +10,11 @@ from orbaxkit.formats.ocdbt import PART_PREFIX, is_ocdbt
 from orbaxkit.formats.sidecars import ARRAY_METADATAS, is_process_file
 from orbaxkit.formats.zarr import METADATA_NAMES
 
+COMMIT = "commit_success.txt"
 STEP_METADATA = "_CHECKPOINT_METADATA"
 V1_MARKER = "orbax.checkpoint"
 # Files that Orbax writes beside items; they are neither items nor strays.
-OWN_NAMES = {STEP_METADATA, V1_MARKER, "commit_success.txt", "descriptor"}
+OWN_NAMES = {STEP_METADATA, V1_MARKER, COMMIT, "descriptor"}
 
 _UNFINISHED = re.compile(r"(.+?)\.(?:orbax-checkpoint-tmp(?:-[0-9]+)?|orbaxkit-(?:tmp|old)-[a-z]{8})")
 _STEP = re.compile(r"(?:.*[_\-.])?([0-9]{1,18})")
@@ -24,6 +25,13 @@ def finished_name(name: str) -> str | None:
     """The name that an unfinished save would have got, or None for any other name."""
     found = _UNFINISHED.fullmatch(name)
     return found[1] if found else None
+
+
+def unfinished_in_store(folder: Folder, steps: Iterable[str]) -> set[str]:
+    """Steps in an object store, which has no rename, that lack the file that others here were finished with."""
+    steps = set(steps)
+    finished = set() if folder.is_local else {name for name in steps if folder.has_file(f"{name}/{COMMIT}")}
+    return steps - finished if finished else set()
 
 
 def leftover_name(name: str) -> str | None:
@@ -42,6 +50,11 @@ def is_tree(folder: Folder, names: Mapping[str, bool]) -> bool:
     if "_METADATA" in names or names.get("checkpoint") is False or is_ocdbt(names):
         return True
     return is_array_metadatas(names) or random_key_name(names) is not None or _holds_arrays(folder, names)
+
+
+def is_item(folder: Folder) -> bool:
+    """Whether a folder that may not be there holds a tree."""
+    return folder.kind() == "folder" and is_tree(folder, folder.names())
 
 
 def _holds_arrays(folder: Folder, names: Mapping[str, bool]) -> bool:

@@ -21,6 +21,7 @@ from orbaxkit.formats.classify import (
     random_key_name,
     step_of,
     tree_items,
+    unfinished_in_store,
 )
 from orbaxkit.formats.files import Folder, check_not_lfs, folder_at
 from orbaxkit.formats.keys import open_random_key
@@ -231,8 +232,9 @@ def _steps(folder: Folder, names: Mapping[str, bool]) -> list[tuple[int, str]]:
 
 
 def _root_layout(folder: Folder, names: Mapping[str, bool], found: list[tuple[int, str]], step: int | None) -> Layout:
-    unfinished = tuple(name for name in names if finished_name(name) and names[name])
-    steps = tuple((number, name) for number, name in found if finished_name(name) is None)
+    lacking = unfinished_in_store(folder, [name for _, name in found])
+    unfinished = tuple(name for name in names if names[name] and (finished_name(name) or name in lacking))
+    steps = tuple((number, name) for number, name in found if name not in unfinished)
     if not steps:
         raise CheckpointError(
             "no step here is finished",

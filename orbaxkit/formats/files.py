@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import stat
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -160,6 +161,10 @@ class Folder:
         with _os_errors(path), open_regular(path) as file:
             yield file
 
+    def copy_to(self, target: str) -> None:
+        """What stands at the path, a file or a folder of files, as a new local one."""
+        shutil.copytree(self.path, target) if os.path.isdir(self.path) else shutil.copyfile(self.path, target)
+
     def write(self, name: str, data: bytes) -> None:
         """A small file, whole or not at all, over an old one."""
         path = self.where(name)
@@ -199,9 +204,9 @@ def pread(file: Any, size: int, offset: int) -> bytes:
 
 def pread_into(file: Any, view: memoryview, offset: int) -> int:
     """Fill a part of `view` from an open file; how many bytes that are."""
-    if not hasattr(file, "pread"):
+    if hasattr(file, "fileno"):
         return os.preadv(file.fileno(), [view], offset)
-    data = file.pread(len(view), offset)
+    data = pread(file, len(view), offset)
     view[: len(data)] = data
     return len(data)
 

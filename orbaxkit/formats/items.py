@@ -17,7 +17,7 @@ from orbaxkit.formats.files import Folder
 from orbaxkit.formats.msgpack import Node, StoredArray, read_into
 from orbaxkit.formats.ocdbt import UNKNOWN
 from orbaxkit.formats.ocdbt import Value as StoredValue
-from orbaxkit.formats.stores import ArrayStore
+from orbaxkit.formats.stores import ArrayStore, announce
 from orbaxkit.formats.values import scalar_value
 from orbaxkit.formats.zarr import ZarrArray, missing_key
 from orbaxkit.specs import LeafSpec, Specs
@@ -42,7 +42,7 @@ class Stored:
     array: ZarrArray
     values: Mapping[str, StoredValue]
     open: Callable[[StoredValue], AbstractContextManager[Any]]
-    where: Callable[[str], str]  # the full path of a value's file
+    folder: Folder  # that the values' files are relative to
 
 
 @dataclass(frozen=True)
@@ -111,19 +111,21 @@ class ItemSource:
         place = self.places[name]
         if place.array is None or self.store is None or place.inline is not None:
             return None
-        return Stored(place.array, self.store.values(place.name), self.store.open, self.store.folder.where)
+        values, store = self.store.values(place.name), self.store
+        return Stored(place.array, values, store.open, store.folder)
 
     def expect(self, wanted: Iterable[tuple[str, tuple[slice, ...]]]) -> None:
         """Announce regions of leaves that will be read, so that an object store is asked for neighbours together."""
-        if self.folder.is_local or self.store is None:
-            return
-        self.store.folder.expect(
-            (value.file, value.offset, value.length)
-            for name, index in wanted
-            if (array := self.places[name].array) is not None
-            for value in touched_values(self.store.values(self.places[name].name), array, index)
-            if value.inline is None and value.length != UNKNOWN
-        )
+        if self.store is not None:
+            announce(
+                self.store.folder,
+                (
+                    value
+                    for name, index in wanted
+                    if (array := self.places[name].array) is not None
+                    for value in touched_values(self.store.values(self.places[name].name), array, index)
+                ),
+            )
 
     def problems(self, names: Iterable[str]) -> list[tuple[str, str]]:
         """Missing metadata, missing chunks, data files that are missing or too short."""

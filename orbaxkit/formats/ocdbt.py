@@ -123,6 +123,8 @@ def _read_tree(folder: Folder, part: str) -> Iterator[tuple[str, Value]]:
 
 
 def _check_manifest(folder: Folder) -> None:
+    if not folder.is_local:
+        return  # a request of its own; TensorStore's reason will do
     head = folder.read(MANIFEST)[:4]
     if head != MANIFEST_MAGIC:
         raise file_error(folder.where(MANIFEST), f"is no OCDBT manifest: it starts with {head.hex(' ')}")

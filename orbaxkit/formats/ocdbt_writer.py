@@ -15,7 +15,7 @@ from typing import IO
 
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats.decoding import crc32c
-from orbaxkit.formats.files import open_regular
+from orbaxkit.formats.files import pread_into
 from orbaxkit.formats.ocdbt import MANIFEST, MANIFEST_MAGIC
 from orbaxkit.formats.sinks import Encoded
 from orbaxkit.formats.staging import sync, write_all, write_file
@@ -96,8 +96,8 @@ class OcdbtWriter:
 
     def copy(self, key: str, value: Encoded) -> None:
         """Write a value that lies in a file elsewhere, by way of a small buffer."""
-        if value.data is not None or value.length <= _MAX_INLINE_BYTES:
-            self.put(key, value.data if value.data is not None else b"".join(_blocks(value)))
+        if value.length <= _MAX_INLINE_BYTES:
+            self.put(key, b"".join(_blocks(value)))
             return
         writer = self.start(key)
         for block in _blocks(value):
@@ -237,14 +237,13 @@ def _blocks(value: Encoded) -> Iterable[memoryview]:
     """The bytes of a value in a file; a file that ends too soon is an error."""
     buffer = memoryview(bytearray(min(_COPY_BYTES, value.length)))
     done = 0
-    with open_regular(value.path) as file:
-        while done < value.length:
-            count = os.preadv(file.fileno(), [buffer[: value.length - done]], value.offset + done)
-            if not count:
-                end = value.offset + value.length
-                raise CheckpointError(f"a file is cut short: it should reach byte {end:,}", where=value.path)
-            yield buffer[:count]
-            done += count
+    while done < value.length:
+        count = pread_into(value.file, buffer[: value.length - done], value.offset + done)
+        if not count:
+            end = value.offset + value.length
+            raise CheckpointError(f"a file is cut short: it should reach byte {end:,}", where=value.where)
+        yield buffer[:count]
+        done += count
 
 
 def _cut(

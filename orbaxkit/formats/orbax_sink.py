@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import PurePath
 from threading import Lock
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats import Source, Value
-from orbaxkit.formats.classify import is_tree
+from orbaxkit.formats.classify import COMMIT, is_item
 from orbaxkit.formats.detect import DEFAULT_ITEM, absolute_path
-from orbaxkit.formats.files import Folder, check_name
+from orbaxkit.formats.files import check_name, folder_at
 from orbaxkit.formats.ocdbt_writer import OcdbtWriter
 from orbaxkit.formats.orbax_documents import (
     array_metadatas_document,
@@ -111,7 +111,7 @@ class OrbaxSink:
         _check(specs, self._leaves)
         root = absolute_path(self.path)
         path = root if self.as_step is None else f"{root}/{self.as_step}"
-        if self.as_step is not None and os.path.isdir(root) and is_tree(Folder(root), Folder(root).names()):
+        if self.as_step is not None and is_item(folder_at(root)):
             raise CheckpointError("the destination is a checkpoint itself, not a run with steps", where=root)
         self._specs, self._started = specs, time.time_ns()
         self._staging = Staging.begin(path, needed_bytes=needed_bytes(specs), overwrite=self.overwrite)
@@ -201,7 +201,7 @@ class OrbaxSink:
         elif leaf.array is not None:
             self.write(name, (), np.asarray(value, leaf.array.dtype))
 
-    def close(self) -> Path:
+    def close(self) -> PurePath:
         """Write the tree of keys and the files around it, bring all to disk, and rename."""
         staging = self._open_staging
         self._check_whole()
@@ -226,7 +226,7 @@ class OrbaxSink:
             write_file(f"{staging.temporary}/_CHECKPOINT_METADATA", checkpoint_document(item, self._started))
             done = f"Checkpoint commit was successful to {staging.path}".encode()
             for folder in dict.fromkeys([self._item, staging.temporary]):
-                write_file(f"{folder}/commit_success.txt", done)
+                write_file(f"{folder}/{COMMIT}", done)
         return staging.commit()
 
     def _check_whole(self) -> None:

@@ -16,11 +16,12 @@ from threading import Lock
 from typing import Any, Literal
 
 from orbaxkit.errors import CheckpointError
-from orbaxkit.formats.files import MAX_METADATA_BYTES, Extent, Folder, check_not_lfs, file_error
+from orbaxkit.formats.files import MAX_METADATA_BYTES, Extent, Folder, check_name, check_not_lfs, file_error
 
 SCHEMES = {"gs://": "gcs", "s3://": "s3"}
 
 _SECONDS = 120  # that one request may take, its retries included
+_SLOWEST_BYTES = 1 << 20  # a second, of what is sent
 _RETRIES = {"max_retries": 4, "initial_delay": "200ms", "max_delay": "3s"}
 _AT_ONCE = {"limit": 32}
 CONTEXT: dict[str, Any] = {
@@ -155,6 +156,14 @@ class RemoteFolder(Folder):
         with RemoteFile(self.bucket, self._key(name), extent) as file:
             yield file
 
+    def copy_to(self, target: str) -> None:
+        """What stands at the path, a file or a folder of files, as a new local one."""
+        for name in self.sizes_below("") or [""]:
+            path = os.path.normpath(f"{target}/{check_name(name, self.path)}")
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            with open(path, "xb") as file:
+                file.write(self.bucket.fetch(self._prefix + name if name else self._prefix.rstrip("/")) or b"")
+
     def write(self, name: str, data: bytes) -> None:
         """A small file, over an old one."""
         self.bucket.write(self._key(name), data)
@@ -239,8 +248,22 @@ class Bucket:
 
     def write(self, key: str, data: bytes) -> None:
         """A whole file."""
+        self.finish_writing(key, self.start_writing(key, data), len(data))
+
+    def start_writing(self, key: str, data: bytes) -> Any:
+        """Begin to send a whole file."""
         with self.errors(key):
-            self.kvstore.write(key, data).result(_SECONDS)
+            return self.kvstore.write(key, data)
+
+    def finish_writing(self, key: str, pending: Any, size: int) -> None:
+        """Wait until it is there; a large one may take longer."""
+        with self.errors(key):
+            pending.result(_SECONDS + size // _SLOWEST_BYTES)
+
+    def delete(self, key: str) -> None:
+        """Remove a file."""
+        with self.errors(key):
+            self.kvstore.write(key, None).result(_SECONDS)
 
     def start(self, key: str, start: int, stop: int | None) -> Any:
         """Begin to read a range."""

@@ -5,7 +5,7 @@ import math
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, fields
-from pathlib import Path
+from pathlib import PurePath
 from threading import Lock
 from typing import IO, Any
 
@@ -170,7 +170,7 @@ class SafetensorsSink:
         elif name in self._tensors:
             self.write(name, (), np.asarray(value, spec.dtype))
 
-    def close(self) -> Path:
+    def close(self) -> PurePath:
         """Write the headers and the index, bring all to disk, and rename."""
         staging = self._open_staging
         missing = [

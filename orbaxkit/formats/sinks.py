@@ -5,8 +5,8 @@ The leaves are announced first, then given part by part; nothing stands at the d
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Protocol, runtime_checkable
+from pathlib import PurePath
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -23,12 +23,12 @@ PART_BYTES = 64 << 20
 
 @dataclass(frozen=True, slots=True)
 class Encoded:
-    """A stored value as it lies in a source: its own bytes, or `length` bytes of a file from `offset` on."""
+    """A stored value as it lies in a source: `length` bytes of an open file (or of `bytes`) from `offset` on."""
 
     length: int
-    data: bytes | None = None
-    path: str = ""
+    file: Any
     offset: int = 0
+    where: str = ""  # the file's path, for errors
 
 
 def text_of(name: str, value: Value | None) -> str:
@@ -75,7 +75,7 @@ class Sink(Protocol):
     def value(self, name: str, value: Value | None) -> None:
         """The value of a scalar or a string; empty leaves need none."""
 
-    def close(self) -> Path:
+    def close(self) -> PurePath:
         """Finish every file, put the checkpoint in its place, and say where that is."""
 
     def abort(self) -> None:

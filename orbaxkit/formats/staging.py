@@ -12,12 +12,13 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePath
 from typing import IO
 
 from orbaxkit.errors import CheckpointError, CheckpointWarning, shorten
 from orbaxkit.formats.classify import enclosing_item, leftover_name
-from orbaxkit.formats.files import Folder, check_name
+from orbaxkit.formats.files import Folder, check_name, folder_at
+from orbaxkit.formats.remote import is_remote
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"  # no digits: a name that ends in a number could be taken for a step
 
@@ -39,10 +40,14 @@ class Staging:
         Raises CheckpointError: something stands there and `overwrite` is not given, the disk has too little room, or
         the place lies inside a checkpoint.
         """
+        if is_remote(path):
+            from orbaxkit.formats.uploading import Upload
+
+            return Upload.start(path, needed_bytes, overwrite, is_folder)
         path = path.rstrip("/") or "/"
         _check_free(path, overwrite)
         parent = os.path.dirname(path)
-        _check_room(parent, needed_bytes)
+        check_room(parent, needed_bytes)
         _name_leftovers(path)
         staging = Staging(path, f"{path}.orbaxkit-tmp-{_token()}", overwrite)
         with writing(path):
@@ -60,7 +65,7 @@ class Staging:
             os.mkdir(folder)
             self._made.append(folder)
 
-    def commit(self) -> Path:
+    def commit(self) -> PurePath:
         """Bring all folders to disk and put the checkpoint in its place; then what stood there goes."""
         with writing(self.path):
             if os.path.isdir(self.temporary):
@@ -141,7 +146,8 @@ def _check_free(path: str, overwrite: bool) -> None:
     )
 
 
-def _check_room(folder: str, needed: int) -> None:
+def check_room(folder: str, needed: int) -> None:
+    """Refuse what the disk of a folder, there or not yet, has no room for."""
     while not os.path.isdir(folder):
         folder = os.path.dirname(folder)
     free = shutil.disk_usage(folder).free
@@ -191,7 +197,7 @@ def copy_beside(beside: Mapping[str, str], folder: str) -> None:
         target = f"{folder}/{check_name(name, folder)}"
         if os.path.lexists(target):
             raise CheckpointError(f"{name} lies beside the tree, and is a name of the format", where=path)
-        shutil.copytree(path, target) if os.path.isdir(path) else shutil.copyfile(path, target)
+        folder_at(path).copy_to(target)
         for file in _files_below(target):
             with open(file, "rb") as copied:
                 os.fsync(copied.fileno())

@@ -53,6 +53,11 @@ def open_store(folder: Folder, names: dict[str, bool]) -> ArrayStore:
     return OcdbtStore.of(read_index(folder)) if is_ocdbt(names) else PlainStore(folder)
 
 
+def announce(folder: Folder, values: Iterable[Value]) -> None:
+    """Tell a store's folder which values will be opened."""
+    folder.expect((v.file, v.offset, v.length) for v in values if v.inline is None and v.length != UNKNOWN)
+
+
 @dataclass(frozen=True)
 class PlainStore:
     """One folder per array: `<name>/.zarray` and a file per stored value."""

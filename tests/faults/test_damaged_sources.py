@@ -76,7 +76,7 @@ def place_of(source: Path, name: str) -> tuple[Path, int, int]:
     """The file, offset and length of a leaf's one stored value."""
     found = ok.open(source).source.stored(name)
     (value,) = found.values.values()
-    return Path(found.where(value.file)), value.offset, value.length
+    return Path(found.folder.where(value.file)), value.offset, value.length
 
 
 def change(source: Path, name: str, at: int, bits: int = 0xFF) -> str:

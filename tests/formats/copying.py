@@ -73,8 +73,8 @@ def copy_leaf(source: Source, sink: Sink, name: str, encoded: bool = False) -> N
     place = source.places[name] if encoded and isinstance(source, ItemSource) else None
     if place is not None and place.array is not None and sink.accepts_encoded(name, place.array):
         for key, value in source.store.values(place.name).items():
-            file = "" if value.inline is not None else source.store.folder.where(value.file)
-            sink.write_encoded(name, key, Encoded(value.length, value.inline, file, value.offset))
+            with source.store.open(value) as file:
+                sink.write_encoded(name, key, Encoded(value.length, file, value.offset))
         return
     for spans in sink.parts(name):
         sink.write(name, spans, read(source, name, spans))

@@ -417,10 +417,10 @@ def test_a_value_whose_file_is_cut_short_is_not_copied(tmp_path):
     (tmp_path / "short").write_bytes(b"x" * 1500)
     sink = OrbaxSink(tmp_path / "out")
     sink.begin(source.specs)
-    with pytest.raises(CheckpointError, match="cut short: it should reach byte 2,500"):
-        sink.write_encoded("w", "0", Encoded(2000, path=str(tmp_path / "short"), offset=500))
+    with open(tmp_path / "short", "rb") as file, pytest.raises(CheckpointError, match="should reach byte 2,500"):
+        sink.write_encoded("w", "0", Encoded(2000, file, offset=500))
     with pytest.raises(CheckpointError, match="its stored value 0 is empty"):
-        sink.write_encoded("w", "0", Encoded(0, data=b""))
+        sink.write_encoded("w", "0", Encoded(0, b""))
     sink.abort()
 
 
