@@ -101,10 +101,10 @@ def tree_items(folder: Folder, names: Mapping[str, bool]) -> dict[str, str]:
 
 def is_step(folder: Folder, names: Mapping[str, bool]) -> bool:
     """Whether a folder is one step: Orbax says so, or it holds items."""
-    if V1_MARKER in names or isinstance(item_handlers(folder, names), dict):
-        return True
     folders = [folder.folder(name) for name, is_folder in names.items() if is_folder and name != "metadata"]
-    return any(is_json(child.names()) for child in folders) or bool(tree_items(folder, names))
+    if V1_MARKER in names or any(is_json(child.names()) for child in folders) or tree_items(folder, names):
+        return True
+    return isinstance(item_handlers(folder, names), dict)
 
 
 def is_msgpack_map(folder: Folder, name: str) -> bool:
