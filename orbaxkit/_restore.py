@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, Literal
 
-import jax
 import numpy as np
-from jax.sharding import Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from orbaxkit._checkpoint import Checkpoint, open_checkpoint
 from orbaxkit._params import Which, find_params
 from orbaxkit.arguments import one_of
 from orbaxkit.errors import TargetError
 from orbaxkit.execute.devices import run
+from orbaxkit.execute.placing import default_sharding, place
 from orbaxkit.paths import KeyPath, format_path
 from orbaxkit.planning import Plan, Transform, make_plan
 from orbaxkit.planning.target import Leniency, fit
@@ -167,8 +167,17 @@ def _restore_free(ckpt: Checkpoint, plan: Plan, sharding: Any, as_numpy: bool) -
 
 def _sharding_for(sharding: Any, name: str, spec: LeafSpec) -> Sharding:
     if sharding is None:
-        return SingleDeviceSharding(jax.devices()[0])
-    return sharding if isinstance(sharding, Sharding) else sharding(name, spec)
+        return default_sharding()
+    if isinstance(sharding, Sharding):
+        return sharding
+    chosen = sharding(name, spec)
+    if not isinstance(chosen, Sharding):
+        raise TargetError(
+            f"sharding= gave {chosen!r}, which is no jax.sharding.Sharding",
+            leaves=[(name, str(spec))],
+            hint="NamedSharding(mesh, P()) keeps a leaf whole on every device",
+        )
+    return chosen
 
 
 def _restore_into(
@@ -215,9 +224,7 @@ def _as_wanted_leaf(value: Any, leaf: TargetLeaf, sharding: Sharding | None) -> 
     if not is_number and leaf.spec.kind != "scalar":
         return value
     host = as_leaf(value, leaf)
-    if sharding is None:
-        return host
-    return jax.device_put(host, sharding)
+    return host if sharding is None else place(host, sharding)
 
 
 def _run(ckpt: Checkpoint, plan: Plan, placements: Mapping[str, Any]) -> dict[str, Any]:

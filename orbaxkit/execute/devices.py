@@ -1,25 +1,25 @@
 """Run a plan: read what each output needs, once, into host arrays or sharded device arrays."""
 
-import math
 from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AbstractMesh, NamedSharding, Sharding, SingleDeviceSharding
+from jax.sharding import Sharding
 
 from orbaxkit.errors import TargetError
 from orbaxkit.execute.gather import Gather, on_host
 from orbaxkit.execute.kernels import evaluate, must_see_values
-from orbaxkit.execute.pieces import full, is_gathered, volume
+from orbaxkit.execute.pieces import full, is_gathered
+from orbaxkit.execute.placing import Shards, check_shardings, host_bytes, parts_of
 from orbaxkit.execute.pullback import pull_back
 from orbaxkit.execute.reading import check_memory, check_readable
+from orbaxkit.execute.restricting import restrict
 from orbaxkit.formats import Source
 from orbaxkit.planning import Expr, Plan
 from orbaxkit.planning.nodes import Fill, Read
 from orbaxkit.planning.numbers import WIDE
-from orbaxkit.planning.regions import Spans
 from orbaxkit.specs import LeafSpec, Specs
 
 # Where an output goes: a sharding, or None for a host array.
@@ -37,31 +37,23 @@ EMPTY: Mapping[str, Callable[[], Any]] = {
 def run(plan: Plan, source: Source, placements: Placements) -> dict[str, Any]:
     """Every output of `plan`, read from `source`: host arrays, device arrays under their shardings, numbers, strings.
 
+    In several processes each reads what its own devices hold, each part of an array once, and no process waits for
+    another: under the shardings pulled back to them, kernels exchange nothing.
+
     Raises CheckpointError before any read where data is missing or would not fit in memory, TargetError where a 64-bit
     array would be narrowed because jax has 64-bit types switched off.
     """
     specs = plan.specs
     _refuse_narrowing(specs, placements)
-    _check_shardings(specs, placements)
+    check_shardings(specs, placements)
     check_readable(plan, source)
-    check_memory(sum(_host_bytes(spec, placements.get(name)) for name, spec in specs.items()))
+    check_memory(sum(host_bytes(spec, placements.get(name)) for name, spec in specs.items()))
     values = _gathered(plan, specs, source, placements)
     for group in plan.groups:
         computed = [name for name in group if name not in values]
         if computed:
             values |= _computed(plan, computed, source, placements)
     return {name: values[name] for name in plan.outputs}
-
-
-def _host_bytes(spec: LeafSpec, sharding: Sharding | None) -> int:
-    """The memory of this host that an output stays in: all of it, the parts that its CPU devices hold, or none."""
-    if sharding is None:
-        return spec.nbytes
-    indices = sharding.addressable_devices_indices_map(spec.shape)
-    if any(getattr(device, "platform", "cpu") != "cpu" for device in sharding.device_set):
-        return 0
-    parts = {_spans(index, spec.shape) for index in indices.values()}
-    return sum(spec.nbytes * volume(part) // max(1, math.prod(spec.shape)) for part in parts)
 
 
 def _gathered(plan: Plan, specs: Specs, source: Source, placements: Placements) -> dict[str, Any]:
@@ -81,16 +73,29 @@ def _computed(plan: Plan, names: list[str], source: Source, placements: Placemen
     """A group of outputs that share what they read: on the devices where they belong, or on the host."""
     exprs = {name: plan.outputs[name].expr for name in names}
     hosted = [name for name in names if placements.get(name) is None or must_see_values(exprs[name])]
-    hosts = on_host([exprs[name] for name in hosted], source)
-    values = {name: _placed(host, exprs[name], placements.get(name)) for name, host in zip(hosted, hosts, strict=True)}
+    values = _on_host({name: (exprs[name], placements.get(name)) for name in hosted}, source)
     rest = [name for name in names if name not in values]
     wanted = {name: (exprs[name], sharding) for name in rest if (sharding := placements[name]) is not None}
     return values | _on_devices(wanted, source)
 
 
-def _placed(host: np.ndarray, expr: Expr, sharding: Sharding | None) -> Any:
-    value = as_value(host, expr)
-    return value if sharding is None else jax.device_put(value, sharding)
+def _on_host(wanted: Mapping[str, tuple[Expr, Sharding | None]], source: Source) -> dict[str, Any]:
+    """Compute with numpy what stays on the host, and of what goes to devices the parts that local ones hold."""
+    parts = {name: parts_of(expr.shape, s) if s else {full(expr.shape): []} for name, (expr, s) in wanted.items()}
+    exprs = [restrict(wanted[name][0], part) for name in wanted for part in parts[name]]
+    hosts = iter(on_host(exprs, source))
+    values: dict[str, Any] = {}
+    for name, (expr, sharding) in wanted.items():
+        shards = None if sharding is None else Shards(expr.shape, _dtype(expr), sharding)
+        for devices in parts[name].values():
+            value = as_value(next(hosts), expr)
+            if shards is None:
+                values[name] = value
+            else:
+                shards.add(value, devices)
+        if shards is not None:
+            values[name] = shards.array()
+    return values
 
 
 def as_value(host: np.ndarray, expr: Expr) -> Any:
@@ -143,74 +148,25 @@ def _plain(source: Source, expr: Expr, spec: LeafSpec) -> Callable[[], Any]:
 
 def want(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callable[[], Any]:
     """Ask for an array, whole on the host or in the parts that local devices hold; call the result once it is read."""
-    if expr.kind == "key":
-        return _want_keys(gather, expr, sharding)
     if sharding is None:
         hosts: list[np.ndarray] = []
         gather.want(expr, full(expr.shape), hosts.append)
-        return hosts.pop
-    devices_of: dict[Spans, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(expr.shape).items():
-        devices_of.setdefault(_spans(index, expr.shape), []).append(device)
-    shards: list[Any] = []
+        return lambda: as_value(hosts.pop(), expr)
+    shards = Shards(expr.shape, _dtype(expr), sharding)
 
-    def place(host: np.ndarray, devices: list[Any]) -> None:
-        shards.extend(jax.device_put(host, _on(device, sharding)) for device in devices)
+    def add(host: np.ndarray, devices: list[Any]) -> None:
+        shards.add(as_value(host, expr), devices)
 
-    for part, devices in devices_of.items():
-        gather.want(expr, part, partial(place, devices=devices))
-    return lambda: jax.make_array_from_single_device_arrays(expr.shape, sharding, shards)
+    for part, devices in parts_of(expr.shape, sharding).items():
+        gather.want(expr, part, partial(add, devices=devices))
+    return shards.array
 
 
-def _want_keys(gather: Gather, expr: Expr, sharding: Sharding | None) -> Callable[[], Any]:
-    """Typed PRNG keys: their uint32 words, wrapped."""
-    words: list[np.ndarray] = []
-    gather.want(expr, full(expr.shape), words.append)
-
-    return lambda: _placed(words.pop(), expr, sharding)
-
-
-def _spans(index: Any, shape: tuple[int, ...]) -> Spans:
-    return tuple(s.indices(size)[:2] for s, size in zip(index, shape, strict=True))
-
-
-def _on(device: Any, sharding: Sharding) -> Sharding:
-    return SingleDeviceSharding(device, memory_kind=sharding.memory_kind)
-
-
-def _check_shardings(specs: Mapping[str, LeafSpec], placements: Placements) -> None:
-    """Shardings that cannot hold their leaf, all of them, before anything is read."""
-    found = (
-        (name, _sharding_problem(specs[name].shape, sharding)) for name, sharding in placements.items() if sharding
-    )
-    problems = [(name, f"{specs[name]}: {problem}") for name, problem in found if problem]
-    if problems:
-        raise TargetError(
-            "shardings that do not fit their leaves",
-            leaves=problems,
-            hint="a function of path and spec can choose for each leaf: sharding=lambda path, spec: …",
-        )
-
-
-def _sharding_problem(shape: tuple[int, ...], sharding: Sharding) -> str | None:
-    if isinstance(sharding, NamedSharding):
-        if isinstance(sharding.mesh, AbstractMesh):
-            return "its mesh is abstract: it names no devices"
-        if len(sharding.spec) > len(shape):
-            return f"P{tuple(sharding.spec)} has more axes"
-        pieces = [_pieces_along(sharding.mesh, names) for names in sharding.spec]
-        uneven = [(axis, count) for axis, count in enumerate(pieces) if shape[axis] % count]
-        return f"axis {uneven[0][0]} does not divide into {uneven[0][1]}" if uneven else None
-    try:
-        sharding.shard_shape(shape)
-    except ValueError as error:
-        return str(error).split("\n")[0]
-    return None
-
-
-def _pieces_along(mesh: Any, names: Any) -> int:
-    names = () if names is None else names if isinstance(names, tuple) else (names,)
-    return math.prod(mesh.shape[name] for name in names if isinstance(name, str))
+def _dtype(expr: Expr) -> Any:
+    """The dtype of the values: for typed PRNG keys not that of their words."""
+    if expr.kind != "key":
+        return expr.dtype
+    return jax.eval_shape(lambda: jax.random.key(0, impl=expr.element.key_impl)).dtype
 
 
 def _refuse_narrowing(specs: Mapping[str, LeafSpec], placements: Placements) -> None:

@@ -165,10 +165,24 @@ def _sharing_chunks(tasks: list[_Task], spec: LeafSpec) -> Iterable[list[_Task]]
     by_chunks: dict[Spans, list[_Task]] = {}
     for task in tasks:
         by_chunks.setdefault(_chunk_aligned(task.stored, spec), []).append(task)
-    whole = _chunk_aligned(full(spec.data_shape), spec)
-    if sum(volume(box) for box in by_chunks) > volume(whole):
+    by_chunks = _joined(by_chunks)
+    if sum(volume(box) for box in by_chunks) > volume(_box(list(by_chunks))):
         return [tasks]
     return by_chunks.values()
+
+
+def _joined(groups: dict[Spans, list[_Task]]) -> dict[Spans, list[_Task]]:
+    """Boxes that overlap as one, where reading that takes less than reading both."""
+    joined: dict[Spans, list[_Task]] = {}
+    last: Spans | None = None
+    for box in sorted(groups):
+        tasks = groups[box]
+        both = box if last is None else _box([last, box])
+        if last is not None and volume(both) < volume(last) + volume(box):
+            tasks, box = joined.pop(last) + tasks, both
+        joined[box] = joined.get(box, []) + tasks
+        last = box
+    return joined if len(joined) == len(groups) else _joined(joined)
 
 
 def _chunk_aligned(spans: Spans, spec: LeafSpec) -> Spans:

@@ -13,6 +13,7 @@ import jax
 from jax import lax
 from jax.sharding import AxisType, Mesh, NamedSharding, Sharding
 
+from orbaxkit.execute.placing import in_device_memory, on_device, place
 from orbaxkit.planning import traced
 from orbaxkit.planning.expressions import rebuild
 from orbaxkit.planning.nodes import Cast, Constant, Expr, Fill, Index, Read, Slice, Unreplicate, fold
@@ -49,7 +50,7 @@ def evaluate(
         if isinstance(node, Index):
             return layers.take(node, xs[0])
         if isinstance(node, Fill) and isinstance(node.value, Constant):  # no part of a kernel, which would keep it
-            return jax.device_put(node.value.array, _auto(wanted.get(id(node))))
+            return _constant(node.value.array, _auto(wanted.get(id(node))))
         return _run(node, xs, _auto(wanted.get(id(node))))
 
     with _auto_context():
@@ -120,12 +121,25 @@ def _kernel(node: Expr, sharding: Sharding | None) -> Any:
     return jax.jit(lambda *xs: traced.step(node, xs, lambda leaf: xs[int(leaf.name)]), out_shardings=sharding)
 
 
+def _constant(array: Any, sharding: Sharding | None) -> jax.Array:
+    """A given array where it is wanted; one that lies on local devices alone is cut up by each process for itself."""
+    is_local = getattr(array, "is_fully_addressable", True)
+    if sharding is None or sharding.is_fully_addressable or not is_local:
+        return jax.device_put(array, sharding)
+    return place(array, sharding)
+
+
 def _auto(sharding: Sharding | None) -> Sharding | None:
-    """The same placement on a mesh whose axes are all Auto: kernels then need no sharding rules of their own."""
+    """The same placement in device memory, on a mesh whose axes are all Auto: kernels then need no rules of their own.
+
+    What is wanted in another kind of memory is moved there when it is done.
+    """
+    if sharding is None:
+        return None
+    sharding = in_device_memory(sharding)
     if not isinstance(sharding, NamedSharding) or all(kind == AxisType.Auto for kind in sharding.mesh.axis_types):
         return sharding
-    mesh = Mesh(sharding.mesh.devices, sharding.mesh.axis_names)
-    return NamedSharding(mesh, sharding.spec, memory_kind=sharding.memory_kind)
+    return NamedSharding(Mesh(sharding.mesh.devices, sharding.mesh.axis_names), sharding.spec)
 
 
 def _auto_context() -> AbstractContextManager[Any]:
@@ -143,7 +157,7 @@ def _on_auto_mesh(x: jax.Array) -> jax.Array:
 def _explicit_mesh(arrays: Iterable[jax.Array]) -> Any:
     """The mesh with explicit axes that arrays came on, which results without a sharding of their own go back to."""
     for x in arrays:
-        if isinstance(x.sharding, NamedSharding) and _auto(x.sharding) is not x.sharding:
+        if isinstance(x.sharding, NamedSharding) and AxisType.Explicit in x.sharding.mesh.axis_types:
             return x.sharding.mesh
     return None
 
@@ -155,9 +169,12 @@ def _on_mesh(x: jax.Array, sharding: Sharding | Mesh | None) -> jax.Array:
 
 
 def _relabelled(x: jax.Array, sharding: Sharding) -> jax.Array:
-    """The same shards under another name for the same placement."""
+    """The same shards under another name for the same placement, or in another kind of memory."""
     if x.sharding == sharding:
         return x
-    if not x.sharding.is_equivalent_to(sharding, x.ndim):
+    if not in_device_memory(x.sharding).is_equivalent_to(in_device_memory(sharding), x.ndim):
         return jax.device_put(x, sharding)
-    return jax.make_array_from_single_device_arrays(x.shape, sharding, [shard.data for shard in x.addressable_shards])
+    shards = [shard.data for shard in x.addressable_shards]
+    if x.sharding.memory_kind != sharding.memory_kind:
+        shards = [jax.device_put(one.data, on_device(one.device, sharding)) for one in x.addressable_shards]
+    return jax.make_array_from_single_device_arrays(x.shape, sharding, shards, dtype=x.dtype)

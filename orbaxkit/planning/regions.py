@@ -132,7 +132,7 @@ def _pull_reshape(source: tuple[int, ...], shape: tuple[int, ...], spans: Spans)
     if any(low == high for low, high in spans):
         return tuple([(0, size if 0 in source else 0) for size in source])
     out: list[Span] = []
-    for ours, theirs in _axis_groups(source, shape):
+    for ours, theirs in axis_groups(source, shape):
         sizes, part = [shape[k] for k in theirs], [spans[k] for k in theirs]
         first = _flat([low for low, _ in part], sizes)
         last = _flat([high - 1 for _, high in part], sizes)
@@ -140,7 +140,7 @@ def _pull_reshape(source: tuple[int, ...], shape: tuple[int, ...], spans: Spans)
     return tuple(out)
 
 
-def _axis_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
+def axis_groups(a: tuple[int, ...], b: tuple[int, ...]) -> Iterator[tuple[list[int], list[int]]]:
     """The finest runs of axes of both shapes with equal products."""
     i = j = 0
     while i < len(a) or j < len(b):

@@ -18,6 +18,7 @@ from planning.random_plans import run as run_with_numpy
 import orbaxkit as ok
 from orbaxkit.execute import devices
 from orbaxkit.execute.memory import MemorySource
+from orbaxkit.execute.placing import host_bytes
 from orbaxkit.formats import Done
 from orbaxkit.planning import Plan
 from orbaxkit.specs import LeafSpec
@@ -130,7 +131,7 @@ def test_filled_numbers_and_strings_come_back_as_what_they_are(tmp_path):
 def test_memory_is_counted_once_for_what_this_host_holds(spec, expected):
     mesh = Mesh(np.array(jax.devices()), ("x",))
     sharding = None if spec is None else NamedSharding(mesh, spec)
-    assert devices._host_bytes(LeafSpec((16, 8), np.dtype("float32")), sharding) == expected
+    assert host_bytes(LeafSpec((16, 8), np.dtype("float32")), sharding) == expected
 
 
 def test_inside_the_users_own_jit_and_vmap():

@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 
 import numpy as np
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -112,3 +113,24 @@ def test_layers_with_a_chunk_each_are_read_alone():
 def test_host_arrays_start_at_a_multiple_of_64():
     (whole,) = _gather(Arrays({"A": A}), ex.read("A", LeafSpec(A.shape, A.dtype)))
     assert whole.ctypes.data % 64 == 0
+
+
+@pytest.mark.parametrize(
+    ("parts", "chunks_read"),
+    [
+        ([((0, 6), (0, 8)), ((6, 12), (0, 8))], 3),  # both need the middle chunk
+        ([((0, 6), (0, 4)), ((0, 6), (4, 8)), ((6, 12), (0, 4)), ((6, 12), (4, 8))], 6),
+        ([((0, 4), (0, 8)), ((12, 16), (0, 8))], 2),  # nothing in common, nothing between
+    ],
+    ids=["rows", "blocks", "apart"],
+)
+def test_parts_that_meet_within_chunks_decode_each_once(parts, chunks_read):
+    whole = np.arange(1600, dtype=np.float32).reshape(200, 8)  # of which a process needs but a corner
+    chunk = (4, 8) if chunks_read < 6 else (4, 4)
+    source, got = Arrays({"A": whole}, chunk=chunk), []
+    gather = Gather(source)
+    for part in parts:
+        gather.want(ex.read("A", LeafSpec(whole.shape, whole.dtype)), part, got.append)
+    gather.run()
+    assert source.elements_read == chunks_read * np.prod(chunk)
+    assert sorted(int(part[0, 0]) for part in got) == sorted(int(whole[a[0], b[0]]) for a, b in parts)
