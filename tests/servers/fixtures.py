@@ -10,6 +10,7 @@ from itertools import count
 
 import pytest
 from servers.object_server import ObjectServer
+from servers.real import StoreBucket, fake_gcs_server, moto
 
 _SERVER: list[ObjectServer] = []
 _NUMBERS = count(1)
@@ -68,3 +69,39 @@ def point_s3_at(endpoint: str, monkeypatch: pytest.MonkeyPatch) -> None:
 def store_url(request: pytest.FixtureRequest, bucket: str, s3_env: None) -> str:
     """`gs://bucket`, then `s3://bucket`, where `bucket` is an empty one."""
     return f"{request.param}://{bucket}"
+
+
+@pytest.fixture(scope="session")
+def moto_url() -> Iterator[str]:
+    """moto, started when it is first wanted, or the test is skipped."""
+    with moto() as url:
+        yield url
+
+
+@pytest.fixture(scope="session")
+def fake_gcs_url() -> Iterator[str]:
+    """fake-gcs-server, likewise."""
+    with fake_gcs_server() as url:
+        yield url
+
+
+@pytest.fixture
+def moto_bucket(moto_url: str, monkeypatch: pytest.MonkeyPatch) -> StoreBucket:
+    """An empty bucket of moto's; `s3://` leads there."""
+    point_s3_at(moto_url, monkeypatch)
+    return StoreBucket.create("s3", f"moto-{next(_NUMBERS)}", moto_url)
+
+
+@pytest.fixture
+def fake_gcs_bucket(fake_gcs_url: str, object_server: ObjectServer) -> Iterator[StoreBucket]:
+    """An empty bucket of fake-gcs-server's, to which the server of this process passes on what is asked."""
+    made = StoreBucket.create("gs", f"fake-{next(_NUMBERS)}", fake_gcs_url)
+    object_server.forward[made.name] = fake_gcs_url
+    yield made
+    del object_server.forward[made.name]
+
+
+@pytest.fixture(params=["gs", "s3"])
+def real_bucket(request: pytest.FixtureRequest) -> StoreBucket:
+    """An empty bucket of fake-gcs-server, then of moto."""
+    return request.getfixturevalue({"gs": "fake_gcs_bucket", "s3": "moto_bucket"}[request.param])
