@@ -3,6 +3,7 @@
 import os
 import re
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import PurePath
 from types import MappingProxyType
 from typing import Any, Literal
@@ -13,6 +14,7 @@ from orbaxkit.errors import OrbaxkitError
 from orbaxkit.execute.streaming import Progress, stream
 from orbaxkit.formats import Source
 from orbaxkit.formats.detect import absolute_path
+from orbaxkit.formats.processes import Processes, together
 from orbaxkit.formats.remote import is_remote
 from orbaxkit.formats.sinks import Sink
 from orbaxkit.planning import Plan, Transform, make_plan
@@ -47,6 +49,11 @@ def convert(
     a step (assets, metrics) comes along, unless the destination is one file or `item` is named. The destination appears
     whole or not at all, and the source is never modified.
 
+    With `jax.distributed`, all processes call this with the same arguments, and each writes its share of the bytes to a
+    folder that they share. One that fails, dies or hangs leaves nothing at the destination, and all others raise within
+    half a minute. JAX then ends a program that still has a dead peer when it exits, and if process 0 died, at once:
+    leave with `os._exit`, process 0 last.
+
     Args:
         source: a path, an opened checkpoint, a `CheckpointManager`, or a tree of arrays (params, a TrainState, …).
         format: "orbax", or "safetensors" (the default where the destination ends in `.safetensors`).
@@ -69,20 +76,22 @@ def convert(
     >>> ok.convert(state, "copy", memory_limit="1GB").name
     'copy'
     """
-    opened, held, where = open_source(source, step, item)
-    plan = make_plan(held.specs, *transforms)
-    _refuse_overlap(where, destination)
-    limit = None if memory_limit is None else size_of(memory_limit, "memory_limit")
-    part_bytes = _PART_BYTES if limit is None else max(1, min(_PART_BYTES, limit // 8))
-    shard_bytes = size_of(max_shard_size, "max_shard_size")
-    beside = opened.layout.other_items if isinstance(opened, Checkpoint) and opened.item is None else {}
-    sink = make_sink(destination, held, format, overwrite, as_step, shard_bytes, part_bytes, beside)
-    try:
-        stream(plan, held, sink, memory_limit=limit, progress=progress, tied=ties(plan, held))
-        return sink.close()
-    except BaseException:
-        sink.abort()
-        raise
+    with ExitStack() as undo, together() as processes:  # what is undone is undone when no process writes any more
+        with processes.busy():
+            opened, held, where = open_source(source, step, item)
+            plan = make_plan(held.specs, *transforms)
+            _refuse_overlap(where, destination)
+            limit = None if memory_limit is None else size_of(memory_limit, "memory_limit")
+            part_bytes = _PART_BYTES if limit is None else max(1, min(_PART_BYTES, limit // 8))
+            shard_bytes = size_of(max_shard_size, "max_shard_size")
+            beside = opened.layout.other_items if isinstance(opened, Checkpoint) and opened.item is None else {}
+            sink = make_sink(destination, held, format, overwrite, as_step, shard_bytes, part_bytes, beside, processes)
+            tied = ties(plan, held)
+        undo.callback(sink.abort)
+        stream(plan, held, sink, memory_limit=limit, progress=progress, tied=tied, processes=processes)
+        written = sink.close()
+        undo.pop_all()
+        return written
 
 
 def make_sink(
@@ -94,6 +103,7 @@ def make_sink(
     max_shard_bytes: int,
     part_bytes: int,
     beside: Mapping[str, str] = MappingProxyType({}),
+    processes: Processes | None = None,
 ) -> Sink:
     """The sink of a format, stored as the source is where the format has a choice."""
     from orbaxkit.formats.orbax_sink import OrbaxSink, settings_of
@@ -101,7 +111,13 @@ def make_sink(
     chosen = format or format_of(destination)
     if chosen not in FORMATS:
         raise OrbaxkitError(f"there is no format {chosen!r}", hint=f"one of {', '.join(FORMATS)}")
+    processes = processes or Processes()
     if chosen == "safetensors":
+        if processes.count > 1:
+            raise OrbaxkitError(
+                f"safetensors files are written by one process, and these are {processes.count}",
+                hint="convert in a program of its own, without jax.distributed: orbaxkit convert SRC DST",
+            )
         if as_step is not None:
             raise OrbaxkitError("safetensors files have no steps", hint='leave as_step out, or format="orbax"')
         from orbaxkit.formats.safetensors_sink import SafetensorsSink
@@ -109,7 +125,7 @@ def make_sink(
         return SafetensorsSink(
             destination, max_shard_bytes, overwrite, settings=settings_of(source), part_bytes=part_bytes, beside=beside
         )
-    return OrbaxSink(destination, settings_of(source), as_step, overwrite, part_bytes, beside)
+    return OrbaxSink(destination, settings_of(source), as_step, overwrite, part_bytes, beside, processes)
 
 
 def format_of(destination: str | os.PathLike[str]) -> str:

@@ -12,10 +12,12 @@ from orbaxkit.errors import CheckpointError, OrbaxkitError, TransformError
 from orbaxkit.execute.encoded import Copies, announce_all, chunks_of, find_copies
 from orbaxkit.execute.reading import check_readable
 from orbaxkit.execute.sequential import SequentialSource
+from orbaxkit.execute.sharing import Job, share, values_of
 from orbaxkit.execute.windows import Arena, Window, cost_of, evaluate, windows_of
 from orbaxkit.formats import Source, Value
 from orbaxkit.formats.decoding import Undecodable
-from orbaxkit.formats.sinks import Sink
+from orbaxkit.formats.processes import Processes
+from orbaxkit.formats.sinks import SharedSink, Sink, Spans
 from orbaxkit.formats.values import scalar_value
 from orbaxkit.planning import Expr, Plan
 from orbaxkit.planning.nodes import Affine, Cast, Constant, Fill, MergeLora, Read
@@ -26,15 +28,6 @@ DEFAULT_BYTES = 96 << 20
 WORKERS = 2
 
 Progress = Callable[[int, int], object]
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """What one worker does from start to end: values to copy, or windows that share what they read."""
-
-    names: tuple[str, ...]
-    copies: Mapping[str, Copies]
-    work_bytes: int
 
 
 def output_specs(plan: Plan, source: Source) -> Specs:
@@ -80,23 +73,28 @@ def stream(
     memory_limit: int | None = None,
     progress: Progress | None = None,
     tied: Mapping[str, str] | None = None,
+    processes: Processes | None = None,
 ) -> None:
     """Write every output of a plan to a sink that is not begun yet. The caller closes it, or aborts it on an error.
 
     At most `memory_limit` bytes of arrays are held at a time; without it, about 100 MB, or what one leaf needs.
+    Of several `processes` each writes its share of the bytes, and the first one the scalars and strings.
 
     Raises:
         CheckpointError: data is missing or damaged; the destination stands, has no room or cannot hold a leaf.
-        OrbaxkitError: a leaf needs more memory than the limit.
+        OrbaxkitError: a leaf needs more memory than the limit; another process failed or is lost.
     """
-    check_readable(plan, source)
-    specs = output_specs(plan, source)
-    run = _Run(plan, specs, SequentialSource(source), sink, memory_limit, progress)
-    sink.begin(specs, tied)
-    for name, output in plan.outputs.items():
-        if specs[name].kind in ("scalar", "string"):
-            sink.value(name, _value(output.expr, specs[name], source))
-    run.execute()
+    processes = processes or Processes()
+    with processes.busy():
+        check_readable(plan, source)
+        specs = output_specs(plan, source)
+        run = _Run(plan, specs, SequentialSource(source), sink, memory_limit, progress, processes)
+        sink.begin(specs, tied)
+        for name, output in plan.outputs.items():
+            if processes.is_first and specs[name].kind in ("scalar", "string"):
+                sink.value(name, _value(output.expr, specs[name], source))
+        jobs = run.jobs()
+    run.execute(jobs)
 
 
 def _value(expr: Expr, spec: LeafSpec, source: Source) -> Value:
@@ -118,6 +116,7 @@ class _Run:
     sink: Sink
     limit: int | None
     progress: Progress | None
+    processes: Processes
     _budget: "_Budget" = field(init=False)
     _done: int = 0
     _total: int = 0
@@ -132,9 +131,24 @@ class _Run:
         """What one window may take."""
         return (self.limit or DEFAULT_BYTES) // WORKERS
 
-    def execute(self) -> None:
-        """Largest jobs first, on a few threads; the first error ends all of them."""
-        jobs = sorted(self._jobs(), key=lambda job: -job.work_bytes)
+    def jobs(self) -> list[Job]:
+        """All jobs, or this process's share of them, largest first."""
+        jobs: Sequence[Job] = list(self._jobs())
+        if self.processes.count > 1:
+            shares = share(jobs, self.processes.count, self._shared_sink.stored_values)
+            self.processes.agree(shares.digest)
+            jobs = shares.jobs[self.processes.index]
+            self._shared_sink.assign(values_of(jobs, self._shared_sink.stored_values))
+        return sorted(jobs, key=lambda job: -job.work_bytes)
+
+    @property
+    def _shared_sink(self) -> SharedSink:
+        if not isinstance(self.sink, SharedSink):
+            raise ValueError("one process fills this sink")
+        return self.sink
+
+    def execute(self, jobs: Sequence[Job]) -> None:
+        """Do the jobs on a few threads; the first error ends all of them."""
         self._total = sum(job.work_bytes for job in jobs)
         announce_all(copies for job in jobs for copies in job.copies.values())
         with ThreadPoolExecutor(WORKERS, thread_name_prefix="orbaxkit-stream") as pool:
@@ -142,7 +156,8 @@ class _Run:
                 self._await([pool.submit(self._work, job) for job in jobs])
             except BaseException:
                 self._budget.stop()
-                pool.shutdown(wait=True, cancel_futures=True)
+                with self.processes.busy():
+                    pool.shutdown(wait=True, cancel_futures=True)
                 raise
             finally:
                 self.source.finish()
@@ -162,6 +177,7 @@ class _Run:
     def _report(self) -> None:
         if self.progress is not None:
             self.progress(self._done, self._total)
+        self.processes.alive(self._done)
 
     def _jobs(self) -> Iterator[Job]:
         """Copies one by one, groups of outputs that share what they read, and many small groups together."""
@@ -247,8 +263,16 @@ class _Run:
         most = None if self.limit is None else self._share
         for name in job.names:
             expr = self.plan.outputs[name].expr
-            parts = (spans[: len(expr.shape)] for spans in self.sink.parts(name))
-            yield from windows_of(name, expr, parts, self.source, most)
+            for data_spans in self._parts(job, name):
+                parts = (spans[: len(expr.shape)] for spans in data_spans)
+                yield from windows_of(name, expr, parts, self.source, most)
+
+    def _parts(self, job: Job, name: str) -> Iterator[Iterator[Spans]]:
+        """The parts of a leaf; of one that is shared among processes, those of each value that is made here."""
+        if name not in job.only:
+            yield self.sink.parts(name)
+        for key in job.only.get(name, ()):
+            yield self._shared_sink.parts_of(name, key)
 
     def _write(self, window: Window, array: np.ndarray) -> None:
         words = tuple([(0, n) for n in window.expr.element.words])

@@ -8,6 +8,7 @@ import os
 import secrets
 import time
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Lock
@@ -16,7 +17,7 @@ from typing import IO
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats.decoding import crc32c
 from orbaxkit.formats.files import pread_into
-from orbaxkit.formats.ocdbt import MANIFEST, MANIFEST_MAGIC
+from orbaxkit.formats.ocdbt import MANIFEST, MANIFEST_MAGIC, short_reason
 from orbaxkit.formats.sinks import Encoded
 from orbaxkit.formats.staging import sync, write_all, write_file
 
@@ -119,7 +120,8 @@ class OcdbtWriter:
 
     def _new_file(self) -> _DataFile:
         name = f"d/{secrets.token_hex(16)}"
-        os.makedirs(f"{self.path}/d", exist_ok=True)
+        with suppress(FileExistsError):  # not makedirs: who was given up must not make the store again
+            os.mkdir(f"{self.path}/d")
         out = _DataFile(name, open(f"{self.path}/{name}", "xb", buffering=0))  # noqa: SIM115
         with self._lock:
             self._files.append(out)
@@ -200,6 +202,31 @@ class OcdbtWriter:
         start = file.size
         file.append(data)
         return _Location(file.name, start, len(data))
+
+
+def merge(path: str, parts: Sequence[str]) -> int:
+    """Write the tree of a store at `path` whose values stay in the stores `parts` below it; how many keys it has.
+
+    TensorStore does it, in one transaction: it copies the parts' trees without their values, where all share a context.
+    """
+    import tensorstore as ts
+
+    context, transaction = ts.Context(), ts.Transaction(atomic=True)
+    config = {"max_inline_value_bytes": _MAX_INLINE_BYTES, "max_decoded_node_bytes": _MAX_NODE_BYTES}
+    spec = _spec(path) | {"config": config, "assume_config": True}  # as Orbax: else an empty manifest comes first
+    try:
+        whole = ts.KvStore.open(spec, context=context).result()
+        for part in parts:
+            store = ts.KvStore.open(_spec(f"{path}/{part}"), context=context).result()
+            store.experimental_copy_range_to(whole.with_transaction(transaction)).result()
+        transaction.commit_async().result()
+        return len(whole.list().result())
+    except ValueError as error:
+        raise CheckpointError(f"the parts of the store cannot be merged: {short_reason(error)}", where=path) from None
+
+
+def _spec(path: str) -> dict[str, object]:
+    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
 
 
 @dataclass

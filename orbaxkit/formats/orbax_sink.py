@@ -4,9 +4,10 @@ import math
 import os
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from pathlib import PurePath
+from functools import cached_property
+from pathlib import Path, PurePath
 from threading import Lock
 from typing import Any
 
@@ -17,7 +18,8 @@ from orbaxkit.formats import Source, Value
 from orbaxkit.formats.classify import COMMIT, is_item
 from orbaxkit.formats.detect import DEFAULT_ITEM, absolute_path
 from orbaxkit.formats.files import check_name, folder_at
-from orbaxkit.formats.ocdbt_writer import OcdbtWriter
+from orbaxkit.formats.ocdbt import PART_PREFIX
+from orbaxkit.formats.ocdbt_writer import OcdbtWriter, merge
 from orbaxkit.formats.orbax_documents import (
     array_metadatas_document,
     checkpoint_document,
@@ -29,11 +31,13 @@ from orbaxkit.formats.orbax_documents import (
     tree_key,
     zarr_document,
 )
+from orbaxkit.formats.processes import Processes
+from orbaxkit.formats.remote import is_remote
 from orbaxkit.formats.sidecars import ARRAY_METADATAS, SHARDING, STRINGS
 from orbaxkit.formats.sinks import PART_BYTES, Encoded, Spans, text_of
 from orbaxkit.formats.staging import Staging, copy_beside, write_file, writing
 from orbaxkit.formats.structure import METADATA
-from orbaxkit.formats.value_stream import ValueStream, value_parts
+from orbaxkit.formats.value_stream import ValueStream, region, value_parts
 from orbaxkit.formats.zarr import ZarrArray
 from orbaxkit.specs import LeafSpec, Specs
 
@@ -79,6 +83,11 @@ class _Leaf:
     missing: int = 0
     streams: dict[tuple[int, ...], ValueStream] = field(default_factory=dict)
 
+    @cached_property
+    def positions(self) -> dict[str, tuple[int, ...]]:
+        """Where each stored value lies in the grid, by its key."""
+        return {} if self.array is None else {self.array.key(at): at for at in np.ndindex(*self.array.grid)}
+
 
 @dataclass
 class OrbaxSink:
@@ -93,6 +102,7 @@ class OrbaxSink:
     overwrite: bool = False
     part_bytes: int = PART_BYTES
     beside: Mapping[str, str] = field(default_factory=dict)  # names and paths of what else lies in the step
+    processes: Processes = field(default_factory=Processes)
     _specs: Specs = field(init=False, default_factory=lambda: Specs({}, {}))
     _leaves: dict[str, _Leaf] = field(init=False, default_factory=dict)
     _strings: dict[str, str] = field(init=False, default_factory=dict)
@@ -114,15 +124,37 @@ class OrbaxSink:
         if self.as_step is not None and is_item(folder_at(root)):
             raise CheckpointError("the destination is a checkpoint itself, not a run with steps", where=root)
         self._specs, self._started = specs, time.time_ns()
-        self._staging = Staging.begin(path, needed_bytes=needed_bytes(specs), overwrite=self.overwrite)
+        self._stage(path, needed_bytes(specs))
+        with writing(path):
+            if self.processes.count > 1:
+                os.mkdir(f"{self._item}/{self._part}")
+            self._store = OcdbtWriter(f"{self._item}/{self._part}".rstrip("/"))
+            for leaf in self._leaves.values():
+                if leaf.array is not None and self.processes.is_first:
+                    file, document = zarr_document(leaf.array)
+                    self._store.put(_key(leaf.name, file), document)
+
+    def _stage(self, path: str, needed: int) -> None:
+        """Make the temporary folder, or join the first process in its own."""
+        if self.processes.count > 1 and is_remote(path):
+            raise CheckpointError(
+                "several processes write together to a file system that they share, not to an object store",
+                where=path,
+                hint="convert to a shared folder first, or in one process",
+            )
+        if not self.processes.is_first:
+            self._staging = Staging.join(*self.processes.wait("staged", [0])[0])
+            return
+        self._staging = Staging.begin(path, needed_bytes=needed, overwrite=self.overwrite)
         with writing(path):
             if self.as_step is not None:
                 os.mkdir(self._item)
-            self._store = OcdbtWriter(self._item)
-            for leaf in self._leaves.values():
-                if leaf.array is not None:
-                    file, document = zarr_document(leaf.array)
-                    self._store.put(_key(leaf.name, file), document)
+        self.processes.tell("staged", [self._staging.path, self._staging.temporary])
+
+    @property
+    def _part(self) -> str:
+        """The folder in the item of this process's own store."""
+        return f"{PART_PREFIX}{self.processes.index}" if self.processes.count > 1 else ""
 
     def _leaf(self, path: tuple[str | int, ...], spec: LeafSpec) -> _Leaf:
         leaf = _Leaf(stored_name(path), spec)
@@ -154,6 +186,25 @@ class OrbaxSink:
             return
         for position in np.ndindex(*array.grid):
             yield from value_parts(array, position, self.part_bytes)
+
+    def stored_values(self, name: str) -> dict[str, int]:
+        """The stored values of an array leaf in the order of `parts`: the bytes that each holds decoded, by its key."""
+        array = self._leaves[name].array
+        if array is None:
+            return {}
+        boxes = {key: region(array.value_shape, at, array.shape) for key, at in self._leaves[name].positions.items()}
+        return {key: math.prod(b - a for a, b in box) * array.dtype.itemsize for key, box in boxes.items()}
+
+    def parts_of(self, name: str, key: str) -> Iterator[Spans]:
+        """Those of the `parts` that make one stored value."""
+        leaf = self._leaves[name]
+        return iter(()) if leaf.array is None else value_parts(leaf.array, leaf.positions[key], self.part_bytes)
+
+    def assign(self, keys: Mapping[str, Collection[str]]) -> None:
+        """Which stored values come from this process; all others from another one."""
+        for name, leaf in self._leaves.items():
+            if leaf.spec.kind != "scalar" or not self.processes.is_first:
+                leaf.missing = len(keys.get(name, ()))
 
     def write(self, name: str, spans: Spans, data: np.ndarray) -> None:
         """Encode one part to the disk."""
@@ -202,9 +253,36 @@ class OrbaxSink:
             self.write(name, (), np.asarray(value, leaf.array.dtype))
 
     def close(self) -> PurePath:
-        """Write the tree of keys and the files around it, bring all to disk, and rename."""
+        """Finish the store; then one process writes the files around it, brings all to disk, and renames."""
         staging = self._open_staging
         self._check_whole()
+        with self.processes.busy(), writing(staging.path):
+            self._open_store.close()
+        self.processes.tell("written")
+        done: PurePath = Path(staging.path)
+        if self.processes.is_first:
+            self.processes.wait("written")
+            with self.processes.busy(), writing(staging.path):
+                self._merge()
+                self._write_documents()
+                done = staging.commit()
+        self.processes.finish()
+        return done
+
+    def _merge(self) -> None:
+        """One store of the processes' own, if all that they wrote is seen from here."""
+        if self.processes.count == 1:
+            return
+        arrays = [leaf.array for leaf in self._leaves.values() if leaf.array is not None]
+        wanted = sum(1 + math.prod(array.grid) for array in arrays)
+        found = merge(self._item, [f"{PART_PREFIX}{i}" for i in range(self.processes.count)])
+        if found != wanted:
+            problem = f"the processes' stores have {found:,} of {wanted:,} values, as far as is seen from here"
+            raise CheckpointError(problem, where=self._item)
+
+    def _write_documents(self) -> None:
+        """The files around the store."""
+        staging = self._open_staging
         jax = [leaf for leaf in self._leaves.values() if is_jax(leaf.spec)]
         is_zarr3 = self.settings.driver == "zarr3"
         documents = {
@@ -217,26 +295,26 @@ class OrbaxSink:
         if self._strings:
             documents[STRINGS] = strings_document(self._strings)
         item = None if self.as_step is None else DEFAULT_ITEM
-        with writing(staging.path):
-            self._open_store.close()
-            os.mkdir(f"{self._item}/{ARRAY_METADATAS}")
-            for name, document in documents.items():
-                write_file(f"{self._item}/{name}", document)
-            copy_beside(self.beside, staging.temporary)
-            write_file(f"{staging.temporary}/_CHECKPOINT_METADATA", checkpoint_document(item, self._started))
-            done = f"Checkpoint commit was successful to {staging.path}".encode()
-            for folder in dict.fromkeys([self._item, staging.temporary]):
-                write_file(f"{folder}/{COMMIT}", done)
-        return staging.commit()
+        os.mkdir(f"{self._item}/{ARRAY_METADATAS}")
+        for name, document in documents.items():
+            write_file(f"{self._item}/{name}", document)
+        copy_beside(self.beside, staging.temporary)
+        write_file(f"{staging.temporary}/_CHECKPOINT_METADATA", checkpoint_document(item, self._started))
+        done = f"Checkpoint commit was successful to {staging.path}".encode()
+        for folder in dict.fromkeys([self._item, staging.temporary]):
+            write_file(f"{folder}/{COMMIT}", done)
 
     def _check_whole(self) -> None:
         missing = [
             (name, f"{leaf.missing} of its stored values were not written")
             for name, leaf in self._leaves.items()
-            if leaf.missing or (leaf.spec.kind == "string" and leaf.name not in self._strings)
+            if leaf.missing or (self.processes.is_first and self._lacks_text(leaf))
         ]
         if missing:
             raise CheckpointError("the checkpoint is not whole", leaves=missing, where=self._open_staging.path)
+
+    def _lacks_text(self, leaf: _Leaf) -> bool:
+        return leaf.spec.kind == "string" and leaf.name not in self._strings
 
     def abort(self) -> None:
         """Remove what was written."""

@@ -3,7 +3,7 @@
 The leaves are announced first, then given part by part; nothing stands at the destination until `close`.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import PurePath
 from typing import Any, Protocol, runtime_checkable
@@ -80,3 +80,17 @@ class Sink(Protocol):
 
     def abort(self) -> None:
         """Remove what was written; a destination that stood before is as it was. May be called at any time."""
+
+
+@runtime_checkable
+class SharedSink(Sink, Protocol):
+    """A sink that several processes fill, each stored value by one of them. The first takes the scalars and strings."""
+
+    def stored_values(self, name: str) -> Mapping[str, int]:
+        """The stored values of an array leaf in the order of `parts`: the bytes that each holds decoded, by its key."""
+
+    def parts_of(self, name: str, key: str) -> Iterator[Spans]:
+        """Those of the `parts` that make one stored value."""
+
+    def assign(self, keys: Mapping[str, Collection[str]]) -> None:
+        """Which stored values come from this process; all others from another one."""

@@ -8,6 +8,7 @@ import errno
 import os
 import random
 import shutil
+import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -21,6 +22,7 @@ from orbaxkit.formats.files import Folder, check_name, folder_at
 from orbaxkit.formats.remote import is_remote
 
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"  # no digits: a name that ends in a number could be taken for a step
+_LOOKS = 20  # for a folder that another host made a moment ago, within a second
 
 
 @dataclass
@@ -55,6 +57,19 @@ class Staging:
             if is_folder:
                 os.mkdir(staging.temporary)
         return staging
+
+    @staticmethod
+    def join(path: str, temporary: str) -> "Staging":
+        """Take part in one that another process began. Raises CheckpointError: its folder is not seen from here."""
+        for _ in range(_LOOKS):
+            if os.path.isdir(temporary):
+                return Staging(path, temporary)
+            time.sleep(1 / _LOOKS)
+        raise CheckpointError(
+            "the folder that another process made is not seen from here",
+            where=temporary,
+            hint="several processes write to a file system that all of them share",
+        )
 
     def _make_parents(self, parent: str) -> None:
         missing = []
@@ -97,7 +112,10 @@ class Staging:
         with suppress(OSError):
             self._put_back()
         if os.path.lexists(self.temporary):
-            _remove(self.temporary)
+            aside = f"{self.path}.orbaxkit-tmp-{_token()}"
+            with suppress(OSError):  # else another process could put in place what is half removed; or it was faster
+                os.rename(self.temporary, aside)
+                _remove(aside)
         for folder in reversed(self._made):
             with suppress(OSError):  # something else may lie there by now
                 os.rmdir(folder)
