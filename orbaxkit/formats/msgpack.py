@@ -8,7 +8,6 @@ import math
 import struct
 from collections.abc import Iterator
 from dataclasses import dataclass
-from io import BufferedIOBase
 from typing import Any
 
 import numpy as np
@@ -64,7 +63,7 @@ class StoredArray:
 Node = Any
 
 
-def decode(file: BufferedIOBase, size: int, where: str) -> Node:
+def decode(file: Any, size: int, where: str) -> Node:
     """The tree in a msgpack file of `size` bytes; `where` names it in errors."""
     reader = _Reader(file, size, where)
     tree = reader.value(0)
@@ -75,7 +74,7 @@ def decode(file: BufferedIOBase, size: int, where: str) -> Node:
 
 @dataclass
 class _Reader:
-    file: BufferedIOBase
+    file: Any
     size: int
     where: str
     at: int = 0
@@ -224,7 +223,7 @@ def _in_order(node: dict[str, Node]) -> Iterator[Node]:
     return (node[key] for key in sorted(node, key=lambda key: (len(key), key)))
 
 
-def read_into(file: BufferedIOBase, array: StoredArray, index: tuple[slice, ...], out: np.ndarray, where: str) -> None:
+def read_into(file: Any, array: StoredArray, index: tuple[slice, ...], out: np.ndarray, where: str) -> None:
     """Fill `out` with a region: straight from the file where it is the whole array, through a copy of it where not."""
     whole = out.shape == array.shape
     target = out if whole else np.empty(array.shape, array.dtype)

@@ -178,8 +178,8 @@ class Bucket:
     """One bucket, as long as a checkpoint in it is open: what is in it, its small files, the ranges being read."""
 
     url: str
-    _listings: dict[str, list[str]] = field(default_factory=dict)  # by prefix; sorted
-    _small: dict[str, bytes | None] = field(default_factory=dict)
+    _listings: dict[str, list[str]] = field(default_factory=dict, repr=False)  # by prefix; sorted
+    _small: dict[str, bytes | None] = field(default_factory=dict, repr=False)
 
     def spec(self, path: str) -> dict[str, Any]:
         """TensorStore's spec of a path."""
@@ -329,6 +329,8 @@ def _s3_settings() -> dict[str, Any]:
     endpoint = known("AWS_ENDPOINT_URL_S3") or known("AWS_ENDPOINT_URL")
     region = known("AWS_REGION") or known("AWS_DEFAULT_REGION")
     out: dict[str, Any] = {"endpoint": endpoint} if endpoint else {}
+    if known("AWS_ACCESS_KEY_ID"):  # the first place that is looked into; naming it keeps the others off stderr
+        out["aws_credentials"] = {"type": "environment"}
     return out | ({"aws_region": region} if region else {})
 
 
@@ -336,7 +338,7 @@ def _s3_settings() -> dict[str, Any]:
 class RemoteFile:
     """A file that is read by ranges, safe for one thread."""
 
-    bucket: Bucket
+    bucket: Bucket = field(repr=False)
     key: str
     extent: Extent | None
     _at: int = 0
@@ -377,9 +379,19 @@ class RemoteFile:
             raise file_error(f"{self.bucket.url}/{self.key}", "is missing")
         self._start, self._data = offset, data
 
-    def seek(self, offset: int) -> None:
-        """Go on reading there."""
-        self._at = offset
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> None:
+        """Go on reading there, or so much further."""
+        self._at = offset if whence == os.SEEK_SET else self._at + offset
+
+    def tell(self) -> int:
+        """Where it goes on."""
+        return self._at
+
+    def readinto(self, view: memoryview) -> int:
+        """Fill `view`; how many bytes there were."""
+        data = self.read(len(view))
+        view[: len(data)] = data
+        return len(data)
 
     def read(self, size: int) -> bytes:
         """The next bytes."""

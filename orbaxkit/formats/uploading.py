@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections import deque
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
@@ -17,7 +18,7 @@ from typing import Any
 from etils import epath
 
 from orbaxkit.errors import CheckpointError
-from orbaxkit.formats.classify import COMMIT
+from orbaxkit.formats.classify import COMMIT, STEP_METADATA
 from orbaxkit.formats.ocdbt import MANIFEST
 from orbaxkit.formats.remote import Bucket, RemoteFolder
 from orbaxkit.formats.safetensors import INDEX_SUFFIX
@@ -25,14 +26,14 @@ from orbaxkit.formats.staging import Staging, check_room
 from orbaxkit.formats.structure import METADATA
 
 _IN_FLIGHT_BYTES = 256 << 20
-_LAST = (MANIFEST, INDEX_SUFFIX, METADATA, COMMIT)  # of names' ends; the others before
+_LAST = (MANIFEST, INDEX_SUFFIX, METADATA, STEP_METADATA, COMMIT)  # the others before
 
 
 @dataclass
 class Upload(Staging):
     """A file or folder on its way to a URL, by way of the system's place for temporary files (`TMPDIR`)."""
 
-    _done: list[str] = field(default_factory=list)
+    _begun: dict[str, Any] = field(default_factory=dict)  # by name, what waits for it
 
     @staticmethod
     def start(path: str, needed_bytes: int, overwrite: bool, is_folder: bool) -> "Upload":
@@ -71,35 +72,36 @@ class Upload(Staging):
         return f"{inside}/{name}" if name else inside
 
     def _batches(self) -> list[list[str]]:
-        """The files by when they go: those that end in one name of `_LAST` after those before it."""
+        """The files by when they go: those of a name in `_LAST` after those before it."""
         files = list(_files_below(self.temporary)) if os.path.isdir(self.temporary) else [""]
         order = {name: _turn(name) for name in files}
         return [[name for name in files if order[name] == turn] for turn in sorted(set(order.values()))]
 
     def _upload(self, names: list[str]) -> None:
         """Several at a time; each file is in memory while it is sent."""
-        pending: deque[tuple[str, int, Any]] = deque()
+        pending: deque[tuple[str, int]] = deque()
         held = 0
         for name in names:
             data = _read(f"{self.temporary}/{name}" if name else self.temporary)
             while pending and held + len(data) > _IN_FLIGHT_BYTES:
                 held -= self._finish(*pending.popleft())
-            pending.append((name, len(data), self._bucket.start_writing(self._key(name), data)))
+            self._begun[name] = self._bucket.start_writing(self._key(name), data)
+            pending.append((name, len(data)))
             held += len(data)
         while pending:
             self._finish(*pending.popleft())
 
-    def _finish(self, name: str, size: int, pending: Any) -> int:
-        self._bucket.finish_writing(self._key(name), pending, size)
-        self._done.append(name)
+    def _finish(self, name: str, size: int) -> int:
+        self._bucket.finish_writing(self._key(name), self._begun[name], size)
         return size
 
     def _take_back(self) -> None:
-        for name in reversed(self._done):
-            try:
+        """Last comes first: what the store keeps nevertheless is no checkpoint."""
+        for name, pending in reversed(self._begun.items()):
+            with suppress(CheckpointError):
+                self._bucket.finish_writing(self._key(name), pending, 0)
+            with suppress(CheckpointError):
                 self._bucket.delete(self._key(name))
-            except CheckpointError:  # what the store refuses now stays: without the files that come last, no checkpoint
-                return
 
     def discard(self) -> None:
         """Remove the local folder."""
@@ -121,7 +123,9 @@ def _check_free(target: RemoteFolder, overwrite: bool) -> None:
 
 
 def _turn(name: str) -> int:
-    return next((at for at, end in enumerate(_LAST, 1) if name.endswith(end)), 0)
+    last = os.path.basename(name)
+    last = INDEX_SUFFIX if last.endswith(INDEX_SUFFIX) else last
+    return _LAST.index(last) + 1 if last in _LAST else 0
 
 
 def _files_below(path: str) -> Iterator[str]:
