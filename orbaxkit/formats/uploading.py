@@ -26,7 +26,7 @@ from orbaxkit.formats.staging import Staging, check_room
 from orbaxkit.formats.structure import METADATA
 
 _IN_FLIGHT_BYTES = 256 << 20
-_LAST = (MANIFEST, INDEX_SUFFIX, METADATA, STEP_METADATA, COMMIT)  # the others before
+_LAST = (INDEX_SUFFIX, METADATA, MANIFEST, STEP_METADATA, COMMIT)  # the others before
 
 
 @dataclass

@@ -56,7 +56,7 @@ def test_orbax_reads_what_was_written(store_url, object_server, tmp_path):
 
 @pytest.mark.parametrize("options", [{}, {"as_step": 3}, {"format": "safetensors", "max_shard_size": "50KB"}], ids=str)
 def test_no_part_of_an_upload_is_a_checkpoint(store_url, object_server, options):
-    """A process may die after any file; once `_METADATA` is there, all that is needed is."""
+    """A process may die after any file; once the manifest is there, all that is needed is."""
     ok.convert(tree(), f"{store_url}/out", **options)
     order = [request.key for request in object_server.log if request.method in ("PUT", "POST")]
     objects = object_server.objects[store_url.partition("://")[2]]
