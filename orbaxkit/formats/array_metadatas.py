@@ -1,5 +1,6 @@
 """`array_metadatas/process_N` without the checkpoint around it: names and write shapes, nothing to read."""
 
+from orbaxkit.errors import CheckpointError
 from orbaxkit.formats.files import Folder, natural
 from orbaxkit.formats.items import ItemSource, Place
 from orbaxkit.formats.notes import name_warning
@@ -15,6 +16,8 @@ def open_files(folder: Folder, names: list[str]) -> ItemSource:
     found: dict[str, ArrayMetadata] = {}
     for name in filter(is_process_file, natural(names)):
         found |= parse_array_metadatas(folder.read(name), folder.where(name))
+    if not found:
+        raise CheckpointError("the array data is missing: array_metadatas alone is here, and names none", where=folder.path)
     leaves = in_tree_order(from_names(found).leaves)
     specs = Specs.of([(leaf.path, _spec(found[leaf.name])) for leaf in leaves])
     places = {text: Place(spec, problem=_PROBLEM) for text, spec in specs.leaves.items()}

@@ -17,7 +17,8 @@ from typing import IO
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats.decoding import crc32c
 from orbaxkit.formats.files import pread_into
-from orbaxkit.formats.ocdbt import MANIFEST, MANIFEST_MAGIC, short_reason
+from orbaxkit.formats.ocdbt import MANIFEST, short_reason
+from orbaxkit.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC
 from orbaxkit.formats.sinks import Encoded
 from orbaxkit.formats.staging import sync, write_all, write_file
 
@@ -26,7 +27,6 @@ _MAX_INLINE_BYTES = 1024
 _MAX_NODE_BYTES = 100_000_000
 _ARITY_LOG2 = 4
 
-_NODE_MAGIC = bytes.fromhex("0cdb20de")
 _NODE_BYTES = 256 << 10  # a node's keys and inline values; small enough that finding one key stays cheap
 _NODE_CHILDREN = 1024
 _FILE_BYTES = 2 << 30  # then the next data file: copies of a checkpoint run in parallel
@@ -197,7 +197,7 @@ class OcdbtWriter:
         return _Node(nodes[0].first, prefix, where, keys, tree_bytes, value_bytes)
 
     def _append_node(self, body: bytes) -> _Location:
-        data = _envelope(_NODE_MAGIC, body)
+        data = _envelope(NODE_MAGIC, body)
         file = self._files[-1] if self._files else self._new_file()
         start = file.size
         file.append(data)

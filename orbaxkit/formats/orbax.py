@@ -31,7 +31,7 @@ from orbaxkit.formats.structure import (
     read_metadata,
     with_inline,
 )
-from orbaxkit.formats.values import array_spec, inline_spec
+from orbaxkit.formats.values import array_spec, inline_spec, may_be_key
 from orbaxkit.formats.zarr import ZarrArray, parse
 from orbaxkit.specs import LeafSpec, SavedSharding, Specs
 
@@ -101,13 +101,14 @@ def _contents(folder: Folder, names: dict[str, bool], leaves: Iterable[Leaf], st
     wanted = dict.fromkeys([check_stored_name(leaf.name, leaf.path, where) for leaf in stored])
     found = store.metadata(wanted)
     arrays = {name: parse(file, data, f"{store.where(name)} ({name})") for name, file, data in found}
+    keys = [leaf.name for leaf in stored if leaf.name in arrays and may_be_key(leaf.value_type, arrays[leaf.name])]
     notes: list[str] = []
     return _Contents(
         store=store,
         arrays=arrays,
         strings=_strings(folder, names, [name for name in wanted if name not in arrays]),
         shardings=_optional(folder, read_shardings, SHARDING, notes) or {},
-        metadatas=_optional(folder, read_array_metadatas, ARRAY_METADATAS, notes),
+        metadatas=_optional(folder, lambda f: read_array_metadatas(f, keys), ARRAY_METADATAS, notes),
         notes=tuple(notes),
     )
 

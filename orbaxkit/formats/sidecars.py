@@ -84,15 +84,21 @@ def read_strings(folder: Folder, candidates: Iterable[str] = ("",)) -> dict[str,
     return out
 
 
-def read_array_metadatas(folder: Folder) -> dict[str, ArrayMetadata] | None:
-    """What every process wrote, by stored name; None where there is no such folder."""
+def read_array_metadatas(folder: Folder, wanted: Iterable[str]) -> dict[str, ArrayMetadata] | None:
+    """What processes wrote, by stored name; None where there is no such folder.
+
+    Each process has a file of every array, so that one mostly has all that is wanted, and no more are read then.
+    """
     if not folder.has_folder(ARRAY_METADATAS):
         return None
     inside = folder.folder(ARRAY_METADATAS)
     out: dict[str, ArrayMetadata] = {}
-    for name in natural(inside.names()):
-        if is_process_file(name):
-            out |= parse_array_metadatas(inside.read(name), inside.where(name))
+    missing = set(wanted)
+    for name in natural(filter(is_process_file, inside.names())):
+        out |= parse_array_metadatas(inside.read(name), inside.where(name))
+        missing -= out.keys()
+        if not missing:
+            break
     return out
 
 

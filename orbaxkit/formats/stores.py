@@ -50,7 +50,7 @@ class ArrayStore(Protocol):
 
 def open_store(folder: Folder, names: dict[str, bool]) -> ArrayStore:
     """The store of an item's folder, which holds `names`."""
-    return OcdbtStore.of(read_index(folder)) if is_ocdbt(names) else PlainStore(folder)
+    return OcdbtStore(read_index(folder)) if is_ocdbt(names) else PlainStore(folder)
 
 
 def announce(folder: Folder, values: Iterable[Value]) -> None:
@@ -129,48 +129,36 @@ class PlainStore:
 class OcdbtStore:
     """Arrays in an OCDBT store: keys `<name>/.zarray` and `<name>/<key of a stored value>`."""
 
-    folder: Folder
-    parts: tuple[str, ...]  # of an unmerged store
-    arrays: dict[str, tuple[str, Value]]  # name -> (metadata file, its value)
-    chunks: dict[str, list[tuple[str, Value]]]
+    index: Index
     _sizes: dict[str, int] = field(default_factory=dict)  # of data files, as they are asked for
 
-    @staticmethod
-    def of(index: Index) -> "OcdbtStore":
-        """Group an index's keys by array."""
-        arrays: dict[str, tuple[str, Value]] = {}
-        chunks: dict[str, list[tuple[str, Value]]] = {}
-        for key, value in index.values.items():
-            name, _, last = key.rpartition("/")
-            if last not in METADATA_NAMES:
-                chunks.setdefault(name, []).append((last, value))
-            elif name not in arrays or last == METADATA_NAMES[0]:
-                arrays[name] = last, value
-        for name in [name for name in chunks if name not in arrays]:
-            owner = _owner(name, arrays)
-            inside = name[len(owner) + 1 :] if owner else name
-            own = [(f"{inside}/{last}", value) for last, value in chunks.pop(name)]
-            if owner is not None:
-                chunks.setdefault(owner, []).extend(own)
-        return OcdbtStore(index.folder, index.parts, arrays, chunks)
+    @property
+    def folder(self) -> Folder:
+        """The store's folder."""
+        return self.index.folder
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """Those of an unmerged store."""
+        return self.index.parts
 
     def names(self) -> list[str]:
         """The arrays in the index."""
-        return list(self.arrays)
+        return list(self.index.arrays)
 
     def metadata(self, names: Iterable[str]) -> Iterator[tuple[str, str, bytes]]:
         """Metadata mostly lies in the index itself."""
-        found = [(name, *self.arrays[name]) for name in names if name in self.arrays]
+        found = [(name, *self.index.arrays[name]) for name in names if name in self.index.arrays]
         data = read_values(self.folder, [value for _, _, value in found])
         return ((name, file, text) for (name, file, _), text in zip(found, data, strict=True))
 
     def stored_bytes(self, name: str) -> int | None:
         """From the index."""
-        return sum([value.length for _, value in self.chunks.get(name, ())])
+        return self.index.nbytes(name)
 
     def values(self, name: str) -> dict[str, Value]:
         """From the index."""
-        return dict(self.chunks.get(name, ()))
+        return self.index.values(name)
 
     def open(self, value: Value) -> AbstractContextManager[Any]:
         """The value's data file, or its bytes where the index holds them."""
@@ -180,7 +168,7 @@ class OcdbtStore:
 
     def damage(self, name: str) -> str | None:
         """A data file that is missing or too short. TensorStore reads such values as empty, without an error."""
-        for _, value in self.chunks.get(name, ()):
+        for value in self.values(name).values():
             if value.inline is None and (problem := self._problem(value)):
                 return f"its data file {value.file} {problem}"
         return None
@@ -194,7 +182,7 @@ class OcdbtStore:
     def kvstore(self, name: str) -> dict[str, Any]:
         """The array's keys: of one store, or where several have some, each key from the store that has it."""
         path = f"{name}/" if name else ""
-        own = [self.arrays[name], *self.chunks.get(name, ())]
+        own = [self.index.arrays[name], *self.values(name).items()]
         if not any(value.part for _, value in own):
             return _ocdbt(self.folder, path)
         layers = [{"base": self._store_of(value, path + key), "exact": key} for key, value in own]
@@ -210,15 +198,6 @@ class OcdbtStore:
 
 def _ocdbt(folder: Folder, path: str) -> dict[str, Any]:
     return {"driver": "ocdbt", "base": folder.kvstore, "path": path, "cache_pool": "cache_pool#nodes"}
-
-
-def _owner(name: str, arrays: dict[str, tuple[str, Value]]) -> str | None:
-    """The array that a folder of keys belongs to: the longest part of its name, up to a `/`, that is one."""
-    while "/" in name:
-        name = name.rpartition("/")[0]
-        if name in arrays:
-            return name
-    return "" if "" in arrays else None
 
 
 def check_stored_name(name: str, path: KeyPath, where: str) -> str:

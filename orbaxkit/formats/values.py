@@ -24,6 +24,11 @@ def kind_of(value_type: str | None, shape: tuple[int, ...], dtype: np.dtype) -> 
     return "scalar" if value_type is None and not shape and dtype in _WIDE else "array"
 
 
+def may_be_key(value_type: str | None, array: ZarrArray) -> bool:
+    """Whether an array may hold the data of typed PRNG keys, which its metadata would tell."""
+    return array.dtype == np.uint32 and bool(array.shape) and kind_of(value_type, array.shape, array.dtype) == "array"
+
+
 def array_spec(
     value_type: str | None,
     name: str,
@@ -34,7 +39,7 @@ def array_spec(
 ) -> LeafSpec:
     """The spec of an array in the store; of PRNG keys where their implementation was recorded."""
     impl = metadata.key_impl if metadata else None
-    is_key = impl is not None and array.dtype == np.uint32 and bool(array.shape)
+    is_key = impl is not None and may_be_key(value_type, array)
     return LeafSpec(
         shape=array.shape[:-1] if is_key else array.shape,
         dtype=array.dtype,

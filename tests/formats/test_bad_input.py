@@ -13,8 +13,6 @@ from formats.golden_cases import GOLDEN, copy_golden, entry, read_leaf, write_ar
 
 from orbaxkit._checkpoint import open_checkpoint
 from orbaxkit.errors import CheckpointError, OrbaxkitError
-from orbaxkit.formats.files import Folder
-from orbaxkit.formats.ocdbt import parse_location
 
 LFS = b"version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 99\n"
 
@@ -271,21 +269,6 @@ def test_a_flipped_byte_in_the_manifest(tmp_path):
     data[40] ^= 1
     (item / "manifest.ocdbt").write_bytes(data)
     assert "manifest.ocdbt cannot be read" in error_of(item)
-
-
-@pytest.mark.parametrize(
-    "place",
-    ["value:../:d/0:0:5", "value::../d/0:0:5", "value:%2e%2e/:d/0:0:5", "value:/etc/:passwd:0:5", "value:d/%00:x:0:5"],
-)
-def test_places_that_lead_out_of_the_store(tmp_path, place):
-    with pytest.raises(CheckpointError, match="leads out of the checkpoint"):
-        parse_location(place, Folder(str(tmp_path)))
-
-
-@pytest.mark.parametrize("place", ["", "value:d/:0", "value:d/:x:a:5", "a:b:c:d:e:f"])
-def test_places_that_are_none(tmp_path, place):
-    with pytest.raises(CheckpointError, match=r"manifest\.ocdbt cannot be read: it names the place"):
-        parse_location(place, Folder(str(tmp_path)))
 
 
 def test_only_the_manifest_was_uploaded(tmp_path):

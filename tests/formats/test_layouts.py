@@ -340,9 +340,11 @@ def test_the_index_of_a_deep_tree_has_every_key(tmp_path):
         writing = store.with_transaction(transaction)
         for key in list(values)[start : start + 50]:
             writing[key] = values[key]
+            writing[f"{key[:-2]}/.zarray"] = b"{}"
         transaction.commit_async().result()
     index = read_index(Folder(str(tmp_path)))
-    assert {key: value.length for key, value in index.values.items()} == {k: len(v) for k, v in values.items()}
-    place = index.values["a:b.layer0 0000%/0"]
+    found = {f"{name}/{key}": value for name in index.arrays for key, value in index.values(name).items()}
+    assert {key: value.length for key, value in found.items()} == {k: len(v) for k, v in values.items()}
+    place = found["a:b.layer0 0000%/0"]
     data = (tmp_path / place.file).read_bytes()[place.offset : place.offset + place.length]
     assert data == values["a:b.layer0 0000%/0"]

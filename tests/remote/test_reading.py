@@ -193,7 +193,7 @@ def test_a_lost_data_file_is_named_before_anything_is_read(store_url, object_ser
     len(ckpt.specs)
     object_server.clear_log()
     with pytest.raises(ok.CheckpointError, match="is missing") as caught:
-        ok.restore_params(ckpt)
+        ok.restore(ckpt)
     assert caught.value.leaves
     assert not object_server.log
 
