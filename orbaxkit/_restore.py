@@ -15,6 +15,7 @@ from orbaxkit.arguments import one_of
 from orbaxkit.errors import TargetError
 from orbaxkit.execute.devices import run
 from orbaxkit.execute.placing import default_sharding, place
+from orbaxkit.execute.saved import saved_shardings
 from orbaxkit.paths import KeyPath, format_path
 from orbaxkit.planning import Plan, Transform, make_plan
 from orbaxkit.planning.target import Leniency, fit
@@ -43,13 +44,18 @@ def restore(
 ) -> Any:
     """Restore a checkpoint's tree, or what `transforms` make of it, into `target`'s containers or dicts and lists.
 
-    Without a target, jax arrays go whole to the default device (or under `sharding`: one for all arrays, or a function
-    of path and spec), numpy arrays and numbers stay what they were saved as. With a target, its leaves (arrays or
-    `jax.ShapeDtypeStruct`) decide shapes, dtypes and shardings. `as_numpy` gives host arrays and touches no device.
+    Without a target, jax arrays go whole to the default device, or where `sharding` says; numpy arrays and numbers stay
+    what they were saved as. With a target, its leaves (arrays or `jax.ShapeDtypeStruct`) decide shapes, dtypes and
+    shardings. `as_numpy` gives host arrays and touches no device.
+
+    In several processes (`jax.distributed`) each calls this and reads what its own devices hold; the default device is
+    a local one. No process waits for another: where one fails, the others return, and wait at their next collective.
 
     Args:
         checkpoint: a path, a `CheckpointManager` or what `ok.open` returned.
         dtype: casts every floating-point array; naming it is the consent to round.
+        sharding: one for all arrays, a function of path and spec, or "saved": as each was saved, on the mesh of
+            `jax.set_mesh`, else on all devices in the mesh's saved shape; what was on one device is on all of them.
         strip_value: "auto" drops the `value` level that nnx and boxed params have where it is the only child.
         on_missing, on_shape_mismatch: "keep" keeps the target's concrete value for such leaves.
         on_unexpected: "ignore" leaves what the target lacks unread.
@@ -80,10 +86,10 @@ def _refuse_idle(target: Any, sharding: Any, as_numpy: bool, leniency: Leniency)
     if sharding is not None and (as_numpy or target is not None):
         why = "as_numpy=True puts arrays on no device" if as_numpy else "the target's leaves have shardings"
         raise TargetError(f"sharding= would be ignored: {why}", hint="leave one of them out")
-    if sharding is not None and not isinstance(sharding, Sharding) and not callable(sharding):
+    if sharding not in (None, "saved") and not isinstance(sharding, Sharding) and not callable(sharding):
         raise TargetError(
             f"sharding={sharding!r} is neither a jax.sharding.Sharding nor a function",
-            hint="sharding=lambda path, spec: …",
+            hint='sharding=lambda path, spec: …, or sharding="saved"',
         )
     if target is None and leniency != Leniency():
         raise TargetError("on_missing=, on_unexpected= and on_shape_mismatch= compare with a target; there is none")
@@ -156,11 +162,11 @@ def _strip(plan: Plan) -> Plan:
 
 def _restore_free(ckpt: Checkpoint, plan: Plan, sharding: Any, as_numpy: bool) -> Any:
     """Without a target: nested dicts and lists, arrays where they belong by kind."""
-    placements = {
-        name: None if as_numpy or spec.kind == "numpy" else _sharding_for(sharding, name, spec)
-        for name, spec in plan.specs.items()
-        if spec.kind in ("array", "numpy", "key")
-    }
+    placed = [name for name, spec in plan.specs.items() if spec.kind in ("array", "key") and not as_numpy]
+    if sharding == "saved":
+        placements: dict[str, Sharding] = saved_shardings(plan, placed)
+    else:
+        placements = {name: _sharding_for(sharding, name, plan.specs[name]) for name in placed}
     values = _run(ckpt, plan, placements)
     return nest(((plan.specs.paths[name], value) for name, value in values.items()), plan.containers)
 

@@ -102,7 +102,8 @@ def as_value(host: np.ndarray, expr: Expr) -> Any:
     """What an expression's host array stands for: itself, or the typed PRNG keys whose words it holds."""
     if expr.kind != "key":
         return host
-    return jax.random.wrap_key_data(jax.numpy.asarray(host), impl=expr.element.key_impl)
+    words: Any = host  # jnp.asarray would lay them on the mesh that is set, with all its processes
+    return jax.random.wrap_key_data(words, impl=expr.element.key_impl)
 
 
 def _on_devices(wanted: Mapping[str, tuple[Expr, Sharding]], source: Source) -> dict[str, Any]:

@@ -109,7 +109,7 @@ def sharding_problem(shape: tuple[int, ...], sharding: Sharding) -> str | None:
             return "its mesh is abstract: it names no devices"
         if len(sharding.spec) > len(shape):
             return f"P{tuple(sharding.spec)} has more axes"
-        pieces = [pieces_along(sharding.mesh, names) for names in sharding.spec]
+        pieces = [pieces_along(sharding.mesh.shape, names) for names in sharding.spec]
         uneven = [(axis, count) for axis, count in enumerate(pieces) if shape[axis] % count]
         return f"axis {uneven[0][0]} does not divide into {uneven[0][1]}" if uneven else None
     try:
@@ -119,7 +119,7 @@ def sharding_problem(shape: tuple[int, ...], sharding: Sharding) -> str | None:
     return None
 
 
-def pieces_along(mesh: Any, names: Any) -> int:
-    """Into how many pieces an entry of a `PartitionSpec` cuts its axis."""
+def pieces_along(sizes: Mapping[str, int], names: Any) -> int:
+    """Into how many pieces an entry of a `PartitionSpec` cuts its axis, from the sizes of the mesh's axes."""
     names = () if names is None else names if isinstance(names, tuple) else (names,)
-    return math.prod(mesh.shape[name] for name in names if isinstance(name, str))
+    return math.prod(sizes[name] for name in names if isinstance(name, str))

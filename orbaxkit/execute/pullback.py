@@ -1,5 +1,6 @@
 """From the sharding of an output to those of what it is computed from."""
 
+from collections.abc import Mapping
 from typing import Any
 
 from jax.sharding import NamedSharding, PartitionSpec, Sharding
@@ -20,7 +21,7 @@ from orbaxkit.planning.nodes import (
 )
 from orbaxkit.planning.regions import axis_groups
 
-Spec = tuple[object, ...]
+Spec = tuple[Any, ...]
 
 
 def pull_back(node: Expr, sharding: Sharding) -> list[Sharding]:
@@ -50,19 +51,22 @@ def _specs(node: Expr, spec: Spec, mesh: Any) -> list[Spec]:
             heads = spec[-3:-2] if node.form == "product" else (None,) * len(spec[-3:-2])
             return [spec, (*spec[:-1], None), (*spec[:-3], *heads, None, spec[-1])]
         case Reshape(x, shape):
-            return [_reshaped(x.shape, shape, spec, mesh)]
+            return [reshaped(x.shape, shape, spec, mesh.shape)]
         case _:
             return [(None,) * len(x.shape) for x in node.children]
 
 
-def _reshaped(source: tuple[int, ...], shape: tuple[int, ...], spec: Spec, mesh: Any) -> Spec:
-    """Of axes that mix, the first keeps its pieces where they divide it; the others are whole on every device."""
-    inner: list[object] = [None] * len(source)
+def reshaped(source: tuple[int, ...], shape: tuple[int, ...], spec: Spec, sizes: Mapping[str, int]) -> Spec:
+    """The spec of `source` from that of its reshape: of axes that mix, the first keeps its pieces where they divide it.
+
+    The others are whole on every device.
+    """
+    inner: list[Any] = [None] * len(source)
     if 0 in source:
         return tuple(inner)
     for ours, theirs in axis_groups(source, shape):
         first = next((k for k in ours if source[k] != 1), None)
         outer = next((k for k in theirs if shape[k] != 1), None)
-        if first is not None and outer is not None and source[first] % pieces_along(mesh, spec[outer]) == 0:
+        if first is not None and outer is not None and source[first] % pieces_along(sizes, spec[outer]) == 0:
             inner[first] = spec[outer]
     return tuple(inner)

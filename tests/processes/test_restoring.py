@@ -201,6 +201,29 @@ def keys(folder: str) -> dict[str, bool]:
     }
 
 
+def saved(folder: str) -> dict[str, bool]:
+    """Everything under the sharding that it was saved with, moments and unstacked layers too."""
+    mesh = mesh_of(2 * jax.process_count(), 2)
+    state = ok.restore(f"{folder}/run", sharding="saved")
+    layers = ok.restore_params(f"{folder}/run", sharding="saved", dtype="bfloat16")["layers"]["k"]
+    local = ok.restore(f"{folder}/keys", sharding="saved")["copies"]
+    other = mesh_of(4, jax.process_count(), AxisType.Explicit)
+    with jax.set_mesh(other):
+        rules = ok.select("params/layers/k"), ok.unstack("params/layers", into="layer_{i}", axis=0)
+        layer = ok.restore(f"{folder}/run", *rules, sharding="saved")["params"]["layer_3"]["k"]
+        given = ok.restore(f"{folder}/keys", sharding="saved")["copies"]
+    k = NamedSharding(mesh, P("x", None, "y"))
+    return {
+        "params": is_same(state["params"]["w"], array("w"), NamedSharding(mesh, P("x", "y"))),
+        "moments": is_same(state["opt_state"][0]["mu"]["layers"]["k"], np.ones(SHAPES["k"], np.float32), k),
+        "count": is_same(state["opt_state"][0]["count"], np.asarray(0, np.int32), NamedSharding(mesh, P())),
+        "cast": layers.sharding == k and layers.dtype == jnp.bfloat16,
+        "layer": is_same(layer, array("k")[3], NamedSharding(other, P(None, "y"))),
+        "saved on one device": local.devices() == {jax.local_devices()[0]},
+        "on one device, and there is a mesh": given.sharding == NamedSharding(other, P()),
+    }
+
+
 def refusals(folder: str) -> list[str]:
     mesh = mesh_of(2 * jax.process_count(), 2)
     try:
@@ -234,7 +257,7 @@ def in_turn(folder: str, *names: str) -> dict:
     return found
 
 
-CHECKS = [shares, beside_orbax, transforms, targets, optimizers, keys, refusals, alone]
+CHECKS = [shares, beside_orbax, transforms, targets, optimizers, keys, saved, refusals, alone]
 
 
 @pytest.fixture(scope="module")
@@ -264,7 +287,7 @@ def test_transforms_read_what_local_devices_need(two):
     assert two[transforms] == [dict.fromkeys(TRANSFORMS, 0.5) | {"unstack": 1.0}] * 2
 
 
-@pytest.mark.parametrize("check", [targets, optimizers, keys, alone], ids=lambda check: check.__name__)
+@pytest.mark.parametrize("check", [targets, optimizers, keys, saved, alone], ids=lambda check: check.__name__)
 def test_all_of_it_holds_in_every_process(two, check):
     for found in two[check]:
         assert found is True or (isinstance(found, dict) and all(found.values())), found
