@@ -62,12 +62,14 @@ def apply_transform(transform: Transform, plan: Plan) -> Plan:
     base, mirrors = _mirrors(plan.specs)
     if not mirrors:
         return transform(plan)
-    return compose(plan, _followed(_changed(plan.specs, transform, mirrors), transform, base, mirrors))
+    if plan.is_identity:
+        return _followed(_changed(plan, transform, mirrors), transform, base, mirrors)
+    whole = Plan.identity(plan.specs)
+    return compose(plan, _followed(_changed(whole, transform, mirrors), transform, base, mirrors))
 
 
-def _changed(specs: Specs, transform: Transform, mirrors: list[Mirror]) -> Plan:
+def _changed(whole: Plan, transform: Transform, mirrors: list[Mirror]) -> Plan:
     """What the transform makes of these leaves; a merge does not see the moments of what it merges."""
-    whole = Plan.identity(specs)
     if getattr(transform, "verb", None) != "merge_lora":
         return transform(whole)
     hidden = {name: whole.outputs[name] for mirror in mirrors for name in mirror.leaves.values()}
@@ -121,9 +123,10 @@ def _made_of_params(changed: Plan, base: KeyPath) -> list[Output]:
     """The outputs that are made of params and are no longer what they were."""
     found = []
     for name, output in changed.outputs.items():
+        if isinstance(output.expr, Read) and output.expr.name == name:
+            continue
         reads = [read for read in reads_of(output.expr) if read.source is None]
-        is_param = reads and all(changed.source.paths[read.name][: len(base)] == base for read in reads)
-        if is_param and not (isinstance(output.expr, Read) and output.expr.name == name):
+        if reads and all(changed.source.paths[read.name][: len(base)] == base for read in reads):
             found.append(output)
     return found
 

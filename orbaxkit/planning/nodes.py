@@ -7,6 +7,7 @@ whose constructors simplify; the classes here only hold.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any, TypeVar, dataclass_transform
 
 import numpy as np
@@ -29,7 +30,7 @@ class Element:
     def of(spec: LeafSpec) -> "Element":
         """The element of a leaf on disk."""
         words = spec.data_shape[len(spec.shape) :] if spec.kind == "key" else ()
-        return Element(spec.dtype, spec.kind, spec.key_impl, words)
+        return _element(spec.dtype, spec.kind, spec.key_impl, words)
 
     @property
     def is_numeric(self) -> bool:
@@ -44,6 +45,10 @@ class Element:
     def with_dtype(self, dtype: np.dtype) -> "Element":
         """After a cast, which makes an array of a Python scalar."""
         return replace(self, dtype=dtype, kind="array" if self.kind == "scalar" else self.kind)
+
+
+# A tree has many leaves and few kinds of elements; that one object stands for each makes comparing them cheap.
+_element = lru_cache(maxsize=4096)(Element)
 
 
 class Constant:
@@ -108,14 +113,15 @@ def _kind(self: "Expr") -> Kind:
 
 
 def _seal(node: "Expr", shape: tuple[int, ...], element: Element, own: tuple, xs: "tuple[Expr, ...]" = ()) -> None:
-    node.__dict__.update(
-        shape=shape,
-        element=element,
-        children=xs,
-        own=own,
-        height=1 + max([x.height for x in xs], default=-1),
-        _hash=hash((type(node).__name__, own, tuple([x._hash for x in xs]))),
-    )
+    """Complete a node: `own` is what tells it from others of its class with this shape, this element and these `xs`."""
+    found = node.__dict__
+    found["shape"], found["element"], found["children"], found["own"] = shape, element, xs, own
+    if xs:
+        found["height"] = 1 + max([x.height for x in xs])
+        found["_hash"] = hash((type(node).__name__, shape, own, tuple([x._hash for x in xs])))
+    else:
+        found["height"] = 0
+        found["_hash"] = hash((type(node).__name__, shape, own))
 
 
 def _hash(self: "Expr") -> int:
@@ -131,11 +137,15 @@ def _equal(self: "Expr", other: object) -> bool:
         a, b = pending.pop()
         if a is b or (id(a), id(b)) in seen:
             continue
-        if type(a) is not type(b) or a._hash != b._hash or a.own != b.own or len(a.children) != len(b.children):
+        if type(a) is not type(b) or a._hash != b._hash or _facts(a) != _facts(b):
             return False
         seen.add((id(a), id(b)))
         pending.extend(zip(a.children, b.children, strict=True))
     return True
+
+
+def _facts(node: "Expr") -> tuple:
+    return node.shape, node.element, node.own, len(node.children)
 
 
 @_node
@@ -148,7 +158,7 @@ class Read:
     source: Foreign | None = None
 
     def __post_init__(self) -> None:
-        _seal(self, self.shape, self.element, (self.name, self.shape, self.element, self.source))
+        _seal(self, self.shape, self.element, (self.name, self.source))
 
 
 @_node
@@ -161,8 +171,7 @@ class Fill:
 
     def __post_init__(self) -> None:
         value = self.value if isinstance(self.value, Constant) else (type(self.value), repr(self.value))  # -0.0, NaN
-        own = (value, self.shape, self.element)
-        _seal(self, self.shape, self.element, own)
+        _seal(self, self.shape, self.element, (value,))
 
 
 @_node
@@ -236,7 +245,7 @@ class Reshape:
     shape: tuple[int, ...]
 
     def __post_init__(self) -> None:
-        _seal(self, self.shape, self.x.element, (self.shape,), (self.x,))
+        _seal(self, self.shape, self.x.element, (), (self.x,))
 
 
 @_node
@@ -312,21 +321,29 @@ def fold(roots: Iterable[Expr], visit: Callable[[Expr, tuple[T, ...]], T], done:
     done = {} if done is None else done
     pending = list(reversed(roots))
     while pending:
-        node = pending[-1]
+        node = pending.pop()
         if id(node) in done:
-            pending.pop()
             continue
         missing = [x for x in node.children if id(x) not in done]
         if missing:
+            pending.append(node)
             pending.extend(reversed(missing))
-            continue
-        done[id(node)] = visit(node, tuple([done[id(x)] for x in node.children]))
-        pending.pop()
+        else:
+            done[id(node)] = visit(node, tuple([done[id(x)] for x in node.children]))
     return [done[id(root)] for root in roots]
 
 
-def reads_of(expr: Expr) -> list[Read]:
-    """The distinct leaves that an expression reads, in order."""
+def reads_of(*exprs: Expr) -> list[Read]:
+    """The distinct leaves that expressions read, in order."""
+    if len(exprs) == 1 and (read := _only_read(exprs[0])):
+        return [read]
     found: dict[Read, None] = {}
-    fold([expr], lambda node, _: found.setdefault(node) if isinstance(node, Read) else None)
+    fold(exprs, lambda node, _: found.setdefault(node) if isinstance(node, Read) else None)
     return list(found)
+
+
+def _only_read(expr: Expr) -> Read | None:
+    """The leaf at the end of a chain of operations on one array."""
+    while len(expr.children) == 1:
+        expr = expr.children[0]
+    return expr if isinstance(expr, Read) else None

@@ -44,6 +44,14 @@ class Plan:
         outputs = {name: Output(paths[name], expressions.read(name, spec)) for name, spec in specs.leaves.items()}
         return Plan(specs, outputs, specs.containers)
 
+    @property
+    def is_identity(self) -> bool:
+        """Whether every leaf of the source comes out as it is, under its own name."""
+        names = [
+            o.expr.name if isinstance(o.expr, Read) and o.expr.source is None else None for o in self.outputs.values()
+        ]
+        return names == list(self.outputs) == list(self.source)
+
     def with_outputs(self, outputs: Mapping[str, Output]) -> "Plan":
         """The same source with other outputs."""
         return replace(self, outputs=outputs)
@@ -170,13 +178,17 @@ class Plan:
 def compose(first: Plan, second: Plan) -> Plan:
     """One plan that does what two do in turn; the second reads the first one's outputs by name."""
 
-    lacking = [name for name in second.reads if name not in first.outputs]
+    wanted = reads_of(*[output.expr for output in second.outputs.values()])
+    lacking = dict.fromkeys(read.name for read in wanted if read.source is None and read.name not in first.outputs)
     if lacking:
         problems = [(name, "is read by the second plan and not made by the first") for name in lacking]
         raise TransformError("these plans do not follow each other", leaves=problems)
 
     def replacement(read: Read) -> Expr:
-        return read if read.source is not None else first.outputs[read.name].expr
+        if read.source is not None:
+            return read
+        expr = first.outputs[read.name].expr
+        return read if expr == read else expr  # what only passed through needs no new expressions above it
 
     exprs = expressions.substitute([output.expr for output in second.outputs.values()], replacement)
     outputs = {
