@@ -87,6 +87,7 @@ def convert(
             beside = opened.layout.other_items if isinstance(opened, Checkpoint) and opened.item is None else {}
             sink = make_sink(destination, held, format, overwrite, as_step, shard_bytes, part_bytes, beside, processes)
             tied = ties(plan, held)
+            _refuse_spread(plan, held)
         undo.callback(sink.abort)
         stream(plan, held, sink, memory_limit=limit, progress=progress, tied=tied, processes=processes)
         written = sink.close()
@@ -170,6 +171,19 @@ def _refuse_overlap(source: str | None, destination: str | os.PathLike[str]) -> 
             "the destination is the source, or holds it",
             where=theirs,
             hint="write somewhere else: nothing is changed in place",
+        )
+
+
+def _refuse_spread(plan: Plan, source: Source) -> None:
+    """Arrays in memory of which this process has but a part: it could write no share of the others' bytes."""
+    values = getattr(source, "values", {})
+    spread = [name for name in plan.reads if getattr(values.get(name), "is_fully_addressable", True) is False]
+    if spread:
+        raise OrbaxkitError(
+            "arrays lie partly on devices of other processes",
+            leaves=[(name, "") for name in spread],
+            hint="Orbax saves them, each process its own parts: ocp.StandardCheckpointer().save(path, tree);"
+            " then convert(path, …)",
         )
 
 

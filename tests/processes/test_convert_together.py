@@ -128,7 +128,7 @@ def test_overwriting(folder: Path, two: list[Ended]):
 REFUSED = {
     "exists": r"the destination exists\nwhere: .*copied",
     "safetensors": r"safetensors files are written by one process, and these are 2",
-    "spread": r"w: lies partly on devices of other processes",
+    "spread": r"lie partly on devices of other processes\n  w\nhint: Orbax saves them, .*Checkpointer\(\)\.save\(",
 }
 
 
