@@ -7,6 +7,9 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
+from servers.object_server import ObjectServer
+
+pytest_plugins = ["servers.fixtures"]
 
 README = Path(__file__).parent.parent / "README.md"
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
@@ -38,8 +41,12 @@ def test_there_are_exactly_two_commands_on_the_first_screen():
     assert shell[0].splitlines() == ["pip install . && orbaxkit tour", "pip install '.[test]' && pytest"]
 
 
-def test_the_python_blocks_print_what_the_readme_shows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.usefixtures("s3_env")
+def test_the_python_blocks_print_what_the_readme_shows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, object_server: ObjectServer
+):
     monkeypatch.chdir(tmp_path)
+    object_server.objects["my-bucket"] = {}
     session: dict = {}
     assert examples()
     for code, shown in examples():
