@@ -350,6 +350,13 @@ def test_shardings_that_do_not_fit_are_listed_before_anything_is_read(tmp_path):
     }
 
 
+@pytest.mark.parametrize("chosen", [P("data"), None, "saved"], ids=str)
+def test_a_function_that_gives_no_sharding_is_refused_with_the_leaf(tmp_path, chosen):
+    path = save(tmp_path / "c", {"w": jnp.ones(8)})
+    with pytest.raises(TargetError, match=r"which is no jax.sharding.Sharding\n  w: float32\[8\]"):
+        ok.restore(path, sharding=lambda path, spec: chosen)
+
+
 def test_an_abstract_mesh_is_refused(tmp_path):
     path = save(tmp_path / "c", {"w": jnp.ones(8)})
     sharding = NamedSharding(jax.sharding.AbstractMesh((8,), ("data",)), P("data"))

@@ -5,10 +5,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import save
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 
 import orbaxkit as ok
+from orbaxkit.execute.pullback import pull_back
+from orbaxkit.planning import expressions as ex
+from orbaxkit.specs import LeafSpec
 
 W = np.arange(4 * 8 * 16, dtype=np.float32).reshape(4, 8, 16)
 TRANSFORMS = {
@@ -70,6 +73,19 @@ def test_arrays_in_memory_on_any_mesh(transforms, kind, spec):
         np.testing.assert_array_equal(np.asarray(a, np.float32), np.asarray(b, np.float32))
 
 
+@pytest.mark.parametrize("transforms", TRANSFORMS.values(), ids=TRANSFORMS.keys())
+@pytest.mark.parametrize("where", ["one device", "mesh"])
+def test_pinned_host_memory_gets_what_was_computed_on_devices(path, transforms, where):
+    sharding = SingleDeviceSharding(jax.devices()[1], memory_kind="pinned_host")
+    if where == "mesh":
+        sharding = NamedSharding(mesh(AxisType.Explicit), P("x"), memory_kind="pinned_host")
+    want = ok.restore(path, *transforms, as_numpy=True)
+    got = ok.restore(path, *transforms, sharding=sharding)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert a.sharding == sharding
+        assert np.asarray(a).tobytes() == np.ascontiguousarray(b).tobytes()
+
+
 def test_A44_one_compilation_for_each_shape():
     shapes = [(96, 8, 8 + k % 4) for k in range(12)]
     tree = {"layers": {f"w{k}": jnp.full(shape, k, jnp.float32) for k, shape in enumerate(shapes)}}
@@ -118,3 +134,23 @@ def _specs(tree):
     from orbaxkit.trees import flatten
 
     return flatten(tree).specs
+
+
+@pytest.mark.parametrize(
+    ("source", "shape", "spec", "expected"),
+    [
+        ((8, 4, 16), (8, 64), P(None, "y"), P(None, "y", None)),  # heads joined
+        ((8, 64), (8, 4, 16), P(None, "y"), P(None, "y")),  # and parted
+        ((8, 4, 16), (8, 64), P("x", "y"), P("x", "y", None)),
+        ((3, 8, 4), (24, 4), P("y"), P(None, None, None)),  # three heads are no four pieces
+        ((4, 6), (2, 2, 6), P(None, "x"), P(None, None)),  # not the first of the axes that mix
+        ((1, 8), (8, 1), P("x"), P(None, "x")),
+        ((0, 8), (8, 0), P("x"), P(None, None)),
+        ((4, 6), (24,), P(("x", "y")), P(None, None)),
+        ((8, 6), (48,), P(("x", "y")), P(("x", "y"), None)),
+    ],
+)
+def test_a_reshape_reads_the_pieces_that_it_keeps(source, shape, spec, expected):
+    node = ex.reshape(ex.read("w", LeafSpec(source, np.dtype("float32"))), shape)
+    (found,) = pull_back(node, NamedSharding(mesh(AxisType.Auto), spec))
+    assert found.is_equivalent_to(NamedSharding(mesh(AxisType.Auto), expected), len(source))

@@ -224,6 +224,35 @@ def saved(folder: str) -> dict[str, bool]:
     }
 
 
+def elsewhere(folder: str) -> dict[str, bool]:
+    """Under a mesh of one process's devices the others have no part, and read none."""
+    run, first = f"{folder}/run", [d for d in jax.devices() if d.process_index == 0]
+    sharding = NamedSharding(Mesh(np.array(first).reshape(2, -1), ("x", "y")), P("x", "y"))
+    made, nbytes = bytes_of(lambda: ok.restore(run, ok.select("params/w"), sharding=sharding)["params"]["w"])
+    turned = ok.restore(run, ok.select("params/w"), ok.transpose("params/w"), sharding=sharding)["params"]["w"]
+    has_part = jax.process_index() == 0
+    return {
+        "shards": len(made.addressable_shards) == len(turned.addressable_shards) == has_part * len(first),
+        "bytes": (nbytes > array("w").nbytes / 4) == has_part,
+        "typed": made.dtype == np.float32 and made.shape == SHAPES["w"],
+    }
+
+
+def in_memory(folder: str) -> dict[str, bool]:
+    """Arrays over all processes, reshaped in memory, the sharded axis too; and given for what the checkpoint lacks."""
+    mesh = mesh_of(4, jax.process_count())
+    k = everywhere(array("k"), NamedSharding(mesh, P("x", None, "y")))
+    layers = ok.apply({"layers": {"k": k}}, ok.unstack("layers", into="layer_{i}", axis=0))
+    rows = NamedSharding(mesh, P("x"))
+    fills = ok.fill("here", jnp.arange(8.0)), ok.fill("there", everywhere(np.arange(8.0, dtype="f"), rows))
+    filled = ok.restore(f"{folder}/run", ok.select("params/b"), *fills, sharding=rows)
+    return {
+        "unstacked": all(is_same(layers[f"layer_{i}"]["k"], array("k")[i]) for i in range(8)),
+        "transposed": is_same(ok.apply({"k": k}, ok.transpose("k"))["k"], array("k").T),
+        "filled": all(is_same(filled[name], np.arange(8.0, dtype="f"), rows) for name in ("here", "there")),
+    }
+
+
 def refusals(folder: str) -> list[str]:
     mesh = mesh_of(2 * jax.process_count(), 2)
     try:
@@ -257,7 +286,7 @@ def in_turn(folder: str, *names: str) -> dict:
     return found
 
 
-CHECKS = [shares, beside_orbax, transforms, targets, optimizers, keys, saved, refusals, alone]
+CHECKS = [shares, beside_orbax, transforms, targets, optimizers, keys, saved, elsewhere, in_memory, refusals, alone]
 
 
 @pytest.fixture(scope="module")
@@ -287,7 +316,9 @@ def test_transforms_read_what_local_devices_need(two):
     assert two[transforms] == [dict.fromkeys(TRANSFORMS, 0.5) | {"unstack": 1.0}] * 2
 
 
-@pytest.mark.parametrize("check", [targets, optimizers, keys, saved, alone], ids=lambda check: check.__name__)
+@pytest.mark.parametrize(
+    "check", [targets, optimizers, keys, saved, elsewhere, in_memory, alone], ids=lambda check: check.__name__
+)
 def test_all_of_it_holds_in_every_process(two, check):
     for found in two[check]:
         assert found is True or (isinstance(found, dict) and all(found.values())), found
