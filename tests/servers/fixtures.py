@@ -42,7 +42,7 @@ def bucket(object_server: ObjectServer) -> Iterator[str]:
     name = f"bucket-{next(_NUMBERS)}"
     object_server.objects[name] = {}
     yield name
-    object_server.objects.pop(name, None)
+    object_server.retire(name)
 
 
 @pytest.fixture

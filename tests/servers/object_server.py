@@ -41,7 +41,8 @@ class Fault:
     """What goes wrong, at every `every`-th of the requests that it concerns, `times` times at most.
 
     A status, the connection reset, the body cut in the middle, a bit of it flipped, or no answer at all until the
-    server is reset. Concerned are all requests, or those whose bucket/key has `key` in it and whose method is `method`.
+    server is reset. Concerned are all requests, or those whose method is `method` and whose bucket/key has `key` in it,
+    which for a listing is bucket/?prefix.
     """
 
     what: int | Literal["reset", "cut", "flip", "hang"]
@@ -54,7 +55,7 @@ class Fault:
 
     def strikes(self, ask: Ask) -> bool:
         """Whether it happens to this request; counts it."""
-        if self.key not in f"{ask.bucket}/{ask.key}" or self.method not in ("", ask.method):
+        if self.key not in ask.place or self.method not in ("", ask.method):
             return False
         self.concerned += 1
         is_struck = self.concerned % self.every == 0 and self.struck != self.times
@@ -70,13 +71,14 @@ class ObjectServer:
     forward: dict[str, str] = field(default_factory=dict)  # buckets that another server has: its URL
     log: list[Request] = field(default_factory=list, repr=False)
     faults: list[Fault] = field(default_factory=list)  # the first that strikes
-    forbidden: set[str] = field(default_factory=set)  # "bucket" or the beginning of "bucket/key"
+    forbidden: set[str] = field(default_factory=set)  # beginnings of bucket/key, or of bucket/?prefix
     latency: float = 0  # seconds, of each request
     most_at_once: int = 0
 
     def __post_init__(self) -> None:
         """Listen, on a free port."""
         self._at_once = 0
+        self._retired: set[str] = set()
         self._lock = threading.Lock()
         self._released = threading.Event()
         self._http = _Http(("127.0.0.1", 0), _Handler)
@@ -125,6 +127,12 @@ class ObjectServer:
             kept = self.objects.setdefault(bucket, {})
             kept |= {f"{prefix.strip('/')}/{name}".lstrip("/"): data for name, data in files.items()}
 
+    def retire(self, bucket: str) -> None:
+        """Delete a bucket. What is still asked about it, by tries that nobody waits for, is not logged any more."""
+        with self._lock:
+            self.objects.pop(bucket, None)
+            self._retired.add(bucket)
+
     def requests(self, key: str = "") -> list[Request]:
         """What was asked about objects that have `key` in their name."""
         with self._lock:
@@ -140,24 +148,26 @@ class ObjectServer:
         """What goes wrong with a request, or None; comes back late where it hangs."""
         time.sleep(self.latency)
         with self._lock:
-            what = next((fault.what for fault in self.faults if fault.strikes(ask)), None)
+            faults = [] if ask.bucket in self._retired else self.faults
+            what = next((fault.what for fault in faults if fault.strikes(ask)), None)
             released = self._released
+        if what in ("reset", "hang"):
+            self.note(ask, 0, 0)
         if what == "hang":
             released.wait()
         return what
 
     def note(self, ask: Ask, status: int, sent: int) -> None:
         """Log a request."""
-        key = (ask.query.get("prefix") or ask.query.get("startOffset", "")) if ask.is_list else ask.key
         span = ask.headers.get("Range")
+        made = Request(ask.method, ask.bucket, ask.name, span and span[len("bytes=") :], status, sent, ask.is_list)
         with self._lock:
-            self.log.append(
-                Request(ask.method, ask.bucket, key, span and span[len("bytes=") :], status, sent, ask.is_list)
-            )
+            if ask.bucket not in self._retired:
+                self.log.append(made)
 
     def answer(self, ask: Ask) -> Answer:
         """What a store would."""
-        if any(f"{ask.bucket}/{ask.key}".startswith(each) for each in self.forbidden):
+        if any(ask.place.startswith(each) for each in self.forbidden):
             return ask.error(403)
         if ask.bucket in self.forward:
             return forwarded(ask, self.forward[ask.bucket])
@@ -220,7 +230,6 @@ class _Handler(BaseHTTPRequestHandler):
         try:
             what = store.fault(ask)
             if what in ("reset", "hang"):
-                store.note(ask, 0, 0)
                 self.close_connection = True
                 self.connection.setsockopt(SOL_SOCKET, SO_LINGER, struct.pack("ii", what == "reset", 0))
             else:

@@ -53,6 +53,16 @@ class Ask:
         return self.method == "GET" and not self.key
 
     @property
+    def name(self) -> str:
+        """The key; for a listing the prefix, or where it begins."""
+        return (self.query.get("prefix") or self.query.get("startOffset", "")) if self.is_list else self.key
+
+    @property
+    def place(self) -> str:
+        """`bucket/key`; for a listing `bucket/?` and its prefix."""
+        return f"{self.bucket}/{'?' if self.is_list else ''}{self.name}"
+
+    @property
     def makes_bucket(self) -> bool:
         return self.method in ("PUT", "POST") and not self.key
 

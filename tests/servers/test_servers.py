@@ -145,6 +145,16 @@ def test_what_is_forbidden_is_refused_at_once(store, object_server, bucket, many
     assert store["0004"] == many["0004"]
 
 
+def test_listings_alone_may_be_refused(store, spec, object_server, bucket, many):
+    object_server.forbidden.add(f"{bucket}/?")
+    if spec["driver"] == "gcs":
+        assert store.list().result() == []
+    else:
+        with pytest.raises(ValueError, match=r"^PERMISSION_DENIED"):
+            store.list().result()
+    assert store["0004"] == many["0004"]
+
+
 def test_a_bucket_that_is_not_there(store, spec, object_server, bucket):
     del object_server.objects[bucket]
     assert store.read("name").result().state == "missing"
@@ -172,8 +182,17 @@ def test_a_request_that_hangs_ends_with_the_reset(store, object_server, many):
     pending = store.read("0001")
     with pytest.raises(TimeoutError):
         pending.result(timeout=0.3)
+    assert [each.status for each in object_server.log] == [0]
     object_server.reset()
     assert pending.result().value == many["0001"]
+
+
+def test_what_is_asked_about_a_retired_bucket_is_not_logged(store, object_server, bucket):
+    object_server.faults = [Fault(503, times=1)]
+    object_server.retire(bucket)
+    assert store.read("name").result().state == "missing"
+    assert not object_server.log
+    assert not object_server.faults[0].struck
 
 
 def test_requests_at_once_are_counted(store, object_server, many):
