@@ -9,6 +9,7 @@ import numpy as np
 
 from orbaxkit.display.text import human_bytes
 from orbaxkit.errors import CheckpointError, OrbaxkitError, TransformError
+from orbaxkit.execute.budget import Budget
 from orbaxkit.execute.encoded import Copies, announce_all, chunks_of, find_copies
 from orbaxkit.execute.reading import check_readable
 from orbaxkit.execute.sequential import SequentialSource
@@ -117,14 +118,14 @@ class _Run:
     limit: int | None
     progress: Progress | None
     processes: Processes
-    _budget: "_Budget" = field(init=False)
+    _budget: Budget = field(init=False)
     _done: int = 0
     _total: int = 0
     _arenas: list[Arena] = field(default_factory=list)
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __post_init__(self) -> None:
-        self._budget = _Budget(self.limit or DEFAULT_BYTES)
+        self._budget = Budget(self.limit or DEFAULT_BYTES)
 
     @property
     def _share(self) -> int:
@@ -309,57 +310,3 @@ def _batches(windows: Iterator[Window], most: int) -> Iterator[list[Window]]:
         cost += window.cost
     if batch:
         yield batch
-
-
-class _Stopped(Exception):
-    """Another job failed."""
-
-
-@dataclass
-class _Budget:
-    """Bytes that workers share. What alone is more than all of them waits until nothing else is held."""
-
-    total: int
-    _held: int = 0
-    _stopped: bool = False
-    _changed: threading.Condition = field(default_factory=threading.Condition)
-
-    def of(self, count: int) -> "_Hold":
-        """Hold so many bytes for a `with` block."""
-        return _Hold(self, count)
-
-    def check(self) -> None:
-        """End this job if another one failed."""
-        if self._stopped:
-            raise _Stopped
-
-    def stop(self) -> None:
-        """End all jobs at their next step."""
-        with self._changed:
-            self._stopped = True
-            self._changed.notify_all()
-
-    def take(self, count: int) -> None:
-        """Wait until there is room."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._stopped or not self._held or self._held + count <= self.total)
-            self.check()
-            self._held += count
-
-    def give_back(self, count: int) -> None:
-        """Make room."""
-        with self._changed:
-            self._held -= count
-            self._changed.notify_all()
-
-
-@dataclass(frozen=True)
-class _Hold:
-    budget: _Budget
-    count: int
-
-    def __enter__(self) -> None:
-        self.budget.take(self.count)
-
-    def __exit__(self, *_: object) -> None:
-        self.budget.give_back(self.count)
