@@ -17,7 +17,7 @@ def open_files(folder: Folder, names: list[str]) -> ItemSource:
     for name in filter(is_process_file, natural(names)):
         found |= parse_array_metadatas(folder.read(name), folder.where(name))
     if not found:
-        raise CheckpointError("the array data is missing: array_metadatas alone is here, and names none", where=folder.path)
+        raise CheckpointError("the array data is missing, and array_metadatas names none", where=folder.path)
     leaves = in_tree_order(from_names(found).leaves)
     specs = Specs.of([(leaf.path, _spec(found[leaf.name])) for leaf in leaves])
     places = {text: Place(spec, problem=_PROBLEM) for text, spec in specs.leaves.items()}

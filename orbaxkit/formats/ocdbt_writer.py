@@ -7,18 +7,19 @@ its subtree shares, and each key lacks what it shares with the key before it; nu
 import os
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from threading import Lock
-from typing import IO
+from typing import IO, Any
 
 from orbaxkit.errors import CheckpointError
 from orbaxkit.formats.decoding import crc32c
 from orbaxkit.formats.files import pread_into
 from orbaxkit.formats.ocdbt import MANIFEST, short_reason
 from orbaxkit.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC
+from orbaxkit.formats.remote import CONTEXT
 from orbaxkit.formats.sinks import Encoded
 from orbaxkit.formats.staging import sync, write_all, write_file
 
@@ -204,29 +205,28 @@ class OcdbtWriter:
         return _Location(file.name, start, len(data))
 
 
-def merge(path: str, parts: Sequence[str]) -> int:
-    """Write the tree of a store at `path` whose values stay in the stores `parts` below it; how many keys it has.
+def merge(spec_of: Callable[[str], dict[str, Any]], parts: Sequence[str], where: str) -> int:
+    """Write the tree of a store whose values stay in the stores `parts` below it; how many keys it has.
+
+    `spec_of` gives TensorStore's spec of the store's folder, or of one below it.
 
     TensorStore does it, in one transaction: it copies the parts' trees without their values, where all share a context.
     """
     import tensorstore as ts
 
-    context, transaction = ts.Context(), ts.Transaction(atomic=True)
+    context, transaction = ts.Context(CONTEXT), ts.Transaction(atomic=True)
     config = {"max_inline_value_bytes": _MAX_INLINE_BYTES, "max_decoded_node_bytes": _MAX_NODE_BYTES}
-    spec = _spec(path) | {"config": config, "assume_config": True}  # as Orbax: else an empty manifest comes first
+    # assume_config as Orbax: else an empty manifest comes first
+    spec = {"driver": "ocdbt", "base": spec_of(""), "config": config, "assume_config": True}
     try:
         whole = ts.KvStore.open(spec, context=context).result()
         for part in parts:
-            store = ts.KvStore.open(_spec(f"{path}/{part}"), context=context).result()
+            store = ts.KvStore.open({"driver": "ocdbt", "base": spec_of(part)}, context=context).result()
             store.experimental_copy_range_to(whole.with_transaction(transaction)).result()
         transaction.commit_async().result()
         return len(whole.list().result())
     except ValueError as error:
-        raise CheckpointError(f"the parts of the store cannot be merged: {short_reason(error)}", where=path) from None
-
-
-def _spec(path: str) -> dict[str, object]:
-    return {"driver": "ocdbt", "base": {"driver": "file", "path": f"{path}/"}}
+        raise CheckpointError(f"the parts of the store cannot be merged: {short_reason(error)}", where=where) from None
 
 
 @dataclass

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from pathlib import Path, PurePath
+from pathlib import PurePath
 from threading import Lock
 from typing import Any
 
@@ -32,7 +32,6 @@ from orbaxkit.formats.orbax_documents import (
     zarr_document,
 )
 from orbaxkit.formats.processes import Processes
-from orbaxkit.formats.remote import is_remote
 from orbaxkit.formats.sidecars import ARRAY_METADATAS, SHARDING, STRINGS
 from orbaxkit.formats.sinks import PART_BYTES, Encoded, Spans, text_of
 from orbaxkit.formats.staging import Staging, copy_beside, write_file, writing
@@ -136,20 +135,15 @@ class OrbaxSink:
 
     def _stage(self, path: str, needed: int) -> None:
         """Make the temporary folder, or join the first process in its own."""
-        if self.processes.count > 1 and is_remote(path):
-            raise CheckpointError(
-                "several processes write together to a file system that they share, not to an object store",
-                where=path,
-                hint="convert to a shared folder first, or in one process",
-            )
-        if not self.processes.is_first:
+        if self.processes.is_first:
+            self._staging = Staging.begin(path, needed_bytes=needed, overwrite=self.overwrite)
+        else:
             self._staging = Staging.join(*self.processes.wait("staged", [0])[0])
-            return
-        self._staging = Staging.begin(path, needed_bytes=needed, overwrite=self.overwrite)
         with writing(path):
-            if self.as_step is not None:
+            if not os.path.isdir(self._item):  # that of a step
                 os.mkdir(self._item)
-        self.processes.tell("staged", [self._staging.path, self._staging.temporary])
+        if self.processes.is_first:
+            self.processes.tell("staged", [self._staging.path, self._staging.temporary])
 
     @property
     def _part(self) -> str:
@@ -258,14 +252,16 @@ class OrbaxSink:
         self._check_whole()
         with self.processes.busy(), writing(staging.path):
             self._open_store.close()
+            if self.processes.count > 1:
+                staging.publish(self.processes.further)
         self.processes.tell("written")
-        done: PurePath = Path(staging.path)
         if self.processes.is_first:
             self.processes.wait("written")
             with self.processes.busy(), writing(staging.path):
-                self._merge()
                 self._write_documents()
-                done = staging.commit()
+                done = staging.commit(self._merge)
+        else:
+            done = staging.committed()
         self.processes.finish()
         return done
 
@@ -275,7 +271,9 @@ class OrbaxSink:
             return
         arrays = [leaf.array for leaf in self._leaves.values() if leaf.array is not None]
         wanted = sum(1 + math.prod(array.grid) for array in arrays)
-        found = merge(self._item, [f"{PART_PREFIX}{i}" for i in range(self.processes.count)])
+        item = "" if self.as_step is None else DEFAULT_ITEM
+        parts = [f"{PART_PREFIX}{i}" for i in range(self.processes.count)]
+        found = merge(lambda part: self._open_staging.store_spec(f"{item}/{part}".strip("/")), parts, self._item)
         if found != wanted:
             problem = f"the processes' stores have {found:,} of {wanted:,} values, as far as is seen from here"
             raise CheckpointError(problem, where=self._item)

@@ -123,6 +123,10 @@ class Processes:
         self._own.moved = moved
         self._check()
 
+    def further(self) -> None:
+        """Give a sign of life, with one step of work done."""
+        self.alive(self._own.moved + 1)
+
     @contextmanager
     def busy(self) -> Iterator[None]:
         """Calls that can give no signs themselves; the thread does meanwhile, and that nothing moves is noticed."""
@@ -142,7 +146,7 @@ class Processes:
         peers = {i: self._peers[i] for i in (self._peers if of is None else of)}
         self._hurry()
         while not all(what in peer.told for peer in peers.values()):
-            self.alive(self._own.moved + 1)
+            self.further()
             time.sleep(_POLL_SECONDS)
         self._is_hurried = False
         return {i: peer.told[what] for i, peer in peers.items()}

@@ -10,11 +10,11 @@ import random
 import shutil
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import IO
+from typing import IO, Any
 
 from orbaxkit.errors import CheckpointError, CheckpointWarning, shorten
 from orbaxkit.formats.classify import enclosing_item, leftover_name
@@ -61,6 +61,10 @@ class Staging:
     @staticmethod
     def join(path: str, temporary: str) -> "Staging":
         """Take part in one that another process began. Raises CheckpointError: its folder is not seen from here."""
+        if is_remote(path):
+            from orbaxkit.formats.uploading import Upload
+
+            return Upload.make(path)
         for _ in range(_LOOKS):
             if os.path.isdir(temporary):
                 return Staging(path, temporary)
@@ -80,8 +84,19 @@ class Staging:
             os.mkdir(folder)
             self._made.append(folder)
 
-    def commit(self) -> PurePath:
-        """Bring all folders to disk and put the checkpoint in its place; then what stood there goes."""
+    def publish(self, further: Callable[[], None]) -> None:
+        """Let other processes see what is written, which here they do; `further()` runs after each file."""
+
+    def store_spec(self, inside: str) -> dict[str, Any]:
+        """A folder in what was published, as TensorStore names it."""
+        return Folder(f"{self.temporary}/{inside}".rstrip("/")).kvstore
+
+    def commit(self, finish: Callable[[], None] = lambda: None) -> PurePath:
+        """Bring all folders to disk and put the checkpoint in its place; then what stood there goes.
+
+        `finish` is what is still to be done before anyone may take it for a checkpoint.
+        """
+        finish()
         with writing(self.path):
             if os.path.isdir(self.temporary):
                 sync_folders(self.temporary)
@@ -100,6 +115,10 @@ class Staging:
         self._made.clear()
         if self._aside is not None:
             _remove(self._aside)
+        return Path(self.path)
+
+    def committed(self) -> PurePath:
+        """Where another process puts it."""
         return Path(self.path)
 
     def _put_back(self) -> None:

@@ -8,7 +8,7 @@ import os
 import shutil
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -27,12 +27,14 @@ from orbaxkit.formats.structure import METADATA
 
 _IN_FLIGHT_BYTES = 256 << 20
 _LAST = (INDEX_SUFFIX, METADATA, MANIFEST, STEP_METADATA, COMMIT)  # the others before
+_FINISHED = 3  # of these turns come after all that is read
 
 
 @dataclass
 class Upload(Staging):
     """A file or folder on its way to a URL, by way of the system's place for temporary files (`TMPDIR`)."""
 
+    _is_shared: bool = False  # among processes, each of which has a folder of its own
     _begun: dict[str, Any] = field(default_factory=dict)  # by name, what waits for it
 
     @staticmethod
@@ -42,25 +44,51 @@ class Upload(Staging):
         Raises CheckpointError: something stands there, which nothing could replace in one step, or the local disk has
         too little room.
         """
-        target = RemoteFolder.at(path)
-        _check_free(target, overwrite)
+        _check_free(path, overwrite)
         check_room(tempfile.gettempdir(), needed_bytes)
-        upload = Upload(path, f"{tempfile.mkdtemp(prefix='orbaxkit-')}/{target.name}")
+        return Upload.make(path, is_folder)
+
+    @staticmethod
+    def make(path: str, is_folder: bool = True) -> "Upload":
+        """Make the local folder."""
+        upload = Upload(path, f"{tempfile.mkdtemp(prefix='orbaxkit-')}/{RemoteFolder.at(path).name}")
         if is_folder:
             os.mkdir(upload.temporary)
         return upload
 
-    def commit(self) -> PurePath:
-        """Upload everything. What fails on the way is taken back."""
-        _check_free(RemoteFolder.at(self.path), overwrite=False)
-        try:
-            for batch in self._batches():
-                self._upload(batch)
-        except BaseException:
-            self._take_back()
-            raise
-        finally:
-            self._remove_local()
+    def publish(self, further: Callable[[], None]) -> None:
+        """Upload what is written so far: other processes have folders of their own."""
+        self._is_shared = True
+        names = list(_files_below(self.temporary))
+        self._upload(names, further)
+        for name in names:
+            os.unlink(f"{self.temporary}/{name}")
+
+    def store_spec(self, inside: str) -> dict[str, Any]:
+        """A folder in what was published, as TensorStore names it."""
+        return RemoteFolder(f"{self.path}/{inside}".rstrip("/"), self._bucket).kvstore
+
+    def commit(self, finish: Callable[[], None] = lambda: None) -> PurePath:
+        """Upload everything; `finish` comes before the files that say it is done."""
+        if not self._is_shared:
+            _check_free(self.path, overwrite=False)
+        files = list(_files_below(self.temporary)) if os.path.isdir(self.temporary) else [""]
+        for turn in range(_FINISHED):
+            self._upload([name for name in files if _turn(name) == turn])
+        if self._is_shared:  # finish() writes these
+            self._begun |= {
+                name.replace(METADATA, MANIFEST): None for name in files if os.path.basename(name) == METADATA
+            }
+        finish()
+        for turn in range(_FINISHED, len(_LAST) + 1):
+            self._upload([name for name in files if _turn(name) == turn])
+        self._begun.clear()
+        self._remove_local()
+        return epath.Path(self.path)
+
+    def committed(self) -> PurePath:
+        """Where another process finishes it; its own folder is not needed any more."""
+        self._remove_local()
         return epath.Path(self.path)
 
     @cached_property
@@ -71,13 +99,7 @@ class Upload(Staging):
         inside = self.path[len(self._bucket.url) + 1 :]
         return f"{inside}/{name}" if name else inside
 
-    def _batches(self) -> list[list[str]]:
-        """The files by when they go: those of a name in `_LAST` after those before it."""
-        files = list(_files_below(self.temporary)) if os.path.isdir(self.temporary) else [""]
-        order = {name: _turn(name) for name in files}
-        return [[name for name in files if order[name] == turn] for turn in sorted(set(order.values()))]
-
-    def _upload(self, names: list[str]) -> None:
+    def _upload(self, names: list[str], further: Callable[[], None] = lambda: None) -> None:
         """Several at a time; each file is in memory while it is sent."""
         pending: deque[tuple[str, int]] = deque()
         held = 0
@@ -88,6 +110,7 @@ class Upload(Staging):
             self._begun[name] = self._bucket.start_writing(self._key(name), data)
             pending.append((name, len(data)))
             held += len(data)
+            further()
         while pending:
             self._finish(*pending.popleft())
 
@@ -99,19 +122,22 @@ class Upload(Staging):
         """Last comes first: what the store keeps nevertheless is no checkpoint."""
         for name, pending in reversed(self._begun.items()):
             with suppress(CheckpointError):
-                self._bucket.finish_writing(self._key(name), pending, 0)
+                if pending is not None:
+                    self._bucket.finish_writing(self._key(name), pending, 0)
             with suppress(CheckpointError):
                 self._bucket.delete(self._key(name))
 
     def discard(self) -> None:
-        """Remove the local folder."""
+        """Take back what was uploaded, and remove the local folder."""
+        self._take_back()
         self._remove_local()
 
     def _remove_local(self) -> None:
         shutil.rmtree(os.path.dirname(self.temporary), ignore_errors=True)
 
 
-def _check_free(target: RemoteFolder, overwrite: bool) -> None:
+def _check_free(path: str, overwrite: bool) -> None:
+    target = RemoteFolder.at(path)
     if overwrite:
         raise CheckpointError(
             "object stores have no rename, so nothing there can be replaced in one step",

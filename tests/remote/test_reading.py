@@ -248,3 +248,14 @@ def test_an_unfinished_step_is_never_the_latest(store_url, object_server, tmp_pa
     url = upload(object_server, store_url, tmp_path / "run")
     ckpt = ok.open(url)
     assert (ckpt.steps, ckpt.step, ckpt.unfinished) == ((1,), 1, ("2",))
+
+
+def test_a_listing_that_breaks_off_is_no_short_listing(store_url, object_server, adam):
+    """At the second of its pages: TensorStore's gs:// driver takes that for the end."""
+    url = upload(object_server, store_url, adam)
+    bucket = object_server.objects[store_url.partition("://")[2]]
+    bucket |= {f"ckpt/!{i:04}": b"x" for i in range(1000)}
+    assert len(ok.open(url).specs) == 123
+    object_server.faults = [Fault(403, key="/?", every=2), Fault(403, key="ckpt/!")]
+    with pytest.raises(ok.CheckpointError, match="access is denied"):
+        ok.open(url)
