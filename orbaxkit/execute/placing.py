@@ -38,7 +38,8 @@ class Shards:
 def parts_of(shape: tuple[int, ...], sharding: Sharding) -> dict[Spans, list[Any]]:
     """Each part of an array that local devices hold, once, and the devices that hold it."""
     devices_of: dict[Spans, list[Any]] = {}
-    for device, index in sharding.addressable_devices_indices_map(shape).items():
+    indices: Mapping[Any, Any] = sharding.addressable_devices_indices_map(shape)
+    for device, index in indices.items():
         spans = tuple([s.indices(size)[:2] for s, size in zip(index, shape, strict=True)])
         devices_of.setdefault(spans, []).append(device)
     return devices_of
