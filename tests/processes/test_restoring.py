@@ -80,7 +80,7 @@ def shares(folder: str) -> dict[str, float]:
         sharding = NamedSharding(mesh, spec)
         made, nbytes = bytes_of(lambda s=sharding: ok.restore(ckpt, ok.select("params/w"), sharding=s))
         assert is_same(made["params"]["w"], array("w"), sharding)
-        found[str(spec)] = in_eighths(nbytes / ckpt.specs["params/w"].stored_bytes)
+        found[f"P{tuple(spec)}"] = in_eighths(nbytes / ckpt.specs["params/w"].stored_bytes)
     return found
 
 
