@@ -96,7 +96,7 @@ class Folder:
     def names(self) -> dict[str, bool]:
         """What the folder holds, sorted: name -> whether it is a folder."""
         with _os_errors(self.path), os.scandir(self.path) as entries:
-            found = [(entry.name, entry.is_dir()) for entry in entries]
+            found = [(entry.name, _is_folder(entry)) for entry in entries]
         return dict(sorted(found))
 
     def has_folder(self, name: str) -> bool:
@@ -120,11 +120,11 @@ class Folder:
         out: dict[str, int | None] = {}
         with _os_errors(self.where(name)), os.scandir(self.where(name)) as entries:
             for entry in entries:
-                if entry.is_dir() and depth:
+                if _is_folder(entry) and depth:
                     below = self.folder(name).sizes_below(entry.name, depth - 1)
                     out.update((f"{entry.name}/{key}", size) for key, size in below.items())
-                elif entry.is_file():
-                    out[entry.name] = entry.stat().st_size
+                elif (size := self.file_size(f"{name}/{entry.name}" if name else entry.name)) is not None:
+                    out[entry.name] = size
         return out
 
     def read(self, name: str, limit: int = MAX_METADATA_BYTES) -> bytes:
@@ -186,6 +186,13 @@ class Folder:
         """A JSON file, or None where there is no such file."""
         data = self.read_optional(name)
         return None if data is None else parse_json(data, self.where(name))
+
+
+def _is_folder(entry: os.DirEntry[str]) -> bool:
+    try:
+        return entry.is_dir()
+    except OSError:  # a link that leads around in a circle
+        return False
 
 
 def folder_at(path: str) -> Folder:

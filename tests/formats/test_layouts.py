@@ -311,6 +311,13 @@ def test_paths_of_every_kind(tmp_path, monkeypatch):
         assert open_checkpoint(path).path == str(item)
 
 
+def test_a_link_in_a_circle_is_passed_over(tmp_path):
+    write_tree(tmp_path / "x", {("w",): np.ones(1)})
+    (tmp_path / "x" / "loop").symlink_to("loop")
+    (tmp_path / "x" / "w" / "loop").symlink_to("loop")
+    assert read_leaf(open_checkpoint(tmp_path / "x").source, "w") == 1
+
+
 def test_symlinks_are_followed(tmp_path):
     write_tree(tmp_path / "x", {("w",): np.ones(1)})
     (tmp_path / "x" / "w" / "0").rename(tmp_path / "blob")
