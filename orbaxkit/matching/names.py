@@ -38,6 +38,11 @@ def words_of(pattern: str) -> Counter[str]:
     return Counter(words)
 
 
+def role_of(pattern: str) -> str:
+    """What a leaf is to its module, `kernel` or `bias`: the last segment, but not the `value` of an NNX box."""
+    return pattern.removesuffix("/value").rsplit("/", 1)[-1]
+
+
 def numbers_of(pattern: str) -> tuple[int, ...]:
     """The numbers in a path, which tell apart what has the same words."""
     return tuple([int(number) for number in _NUMBER.findall(pattern)])

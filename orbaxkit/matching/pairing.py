@@ -7,7 +7,7 @@ from typing import Literal
 
 from orbaxkit.matching.columns import Column, singles
 from orbaxkit.matching.layouts import ways
-from orbaxkit.matching.names import Likeness, numbers_of, words_of
+from orbaxkit.matching.names import Likeness, numbers_of, role_of, words_of
 
 Sure = Literal["certain", "likely", "proved"]
 
@@ -165,8 +165,8 @@ def _way(a: Column, b: Column, found: list[Way]) -> tuple[Way, bool]:
     """The way that frameworks usually mean: a kernel becomes a torch weight transposed, everything else stays."""
     if len(found) == 1:
         return found[0], True
-    last = a.pattern.rsplit("/", 1)[-1].strip('"'), b.pattern.rsplit("/", 1)[-1]
-    turns = {last[0], last[1]} & {"weight"} and {last[0], last[1]} & {"kernel", "w"}
+    roles = {role_of(a.pattern), role_of(b.pattern)}
+    turns = "weight" in roles and roles & {"kernel", "w"}
     plain = [way for way in found if way[1] == ""]
     moved = [way for way in found if way[1] != ""]
     chosen = moved if turns and moved else plain or moved

@@ -8,24 +8,20 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from matching.test_match import CASES, judged
+from matching.test_match import CASES, case_of, judged
 
 import orbaxkit as ok
-from orbaxkit.planning.nodes import reads_of
 
 
 def main() -> None:
     """Print a line for each recipe."""
-    for name, (path, before, rules) in CASES.items():
-        a, b = ok.restore(path, *before, as_numpy=True), ok.restore(path, *rules, as_numpy=True)
-        plan = ok.plan(path, *rules)
-        truth = {goal: {read.name for read in reads_of(output.expr)} for goal, output in plan.outputs.items()}
+    for name in CASES:
+        case = case_of(name)
+        count = len(case.sources)
         for values in (False, True):
-            right, wrong, surely = judged(ok.match(a, b, values=values), truth)
+            right, wrong, surely = judged(ok.match(case.a, case.b, values=values), case)
             how = "values" if values else "specs"
-            print(
-                f"{name:10} {how:6} right {right / len(truth):4.0%}  wrong {wrong / len(truth):4.0%}  surely {surely}"
-            )
+            print(f"{name:10} {how:6} right {right / count:4.0%}  wrong {wrong / count:4.0%}  surely {surely}")
 
 
 if __name__ == "__main__":
