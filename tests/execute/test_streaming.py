@@ -154,7 +154,8 @@ def test_a_plan_run_on_disk_is_that_plan_run_in_memory(plan: Plan, seed: int, ch
     with TemporaryDirectory() as folder:
         first = OrbaxSink(f"{folder}/in", OrbaxSettings(*storage))
         specs = chunked(plan.source.subset(n for n, s in plan.source.items() if s.kind != "key"), chunk)
-        if len({".".join(map(str, path)) for path in specs.paths.values()}) < len(specs.paths):
+        names = {".".join(map(str, path)) for path in specs.paths.values()}
+        if len(names) < len(specs.paths) or names & {".", ".."}:  # which no sink takes
             return
         held = source_of(plan, seed)
         stream(Plan.identity(specs), MemorySource(specs, held.values), first)
