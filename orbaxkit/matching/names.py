@@ -15,15 +15,25 @@ _SYNONYMS = (
     "query q",
     "key k",
     "value v",
-    "out output o",
+    "out output outputs o",
     "attention attn att mha multiheaddotproductattention self_attn",
     "mlp ffn feedforward mlpblock",
     "dense linear fc proj projection",
     "layer layers block blocks encoderblock h",
     "position pos positions",
+    "in input inputs",
     "decoder decoding",
     "image img vision",
     "llm language",
+)
+# Two places of one thing: a name with the one word is not a name with the other.
+_OPPOSITES = (
+    ("pre", "post"),
+    ("in", "out"),
+    ("up", "down"),
+    ("encoder", "decoder"),
+    ("left", "right"),
+    ("first", "last"),
 )
 _SAME = {word: row.split()[0] for row in _SYNONYMS for word in row.split()}
 
@@ -58,11 +68,19 @@ class Likeness:
         self._weight: Mapping[str, float] = {word: math.log(1 + count / n) for word, n in seen.items()}
 
     def __call__(self, ours: str, theirs: str) -> float:
-        """From 0 to 1."""
+        """From 0 to 1; names that say opposite things are not alike at all."""
         a, b = self._words[ours], self._words[theirs]
+        if any(_is_opposed(a, b, pair) for pair in _OPPOSITES):
+            return 0.0
         common, both = a & b, a | b
         whole = self._sum(both)
         return self._sum(common) / whole if whole else 0.0
 
     def _sum(self, words: Counter[str]) -> float:
         return math.fsum(self._weight[word] * n for word, n in words.items())
+
+
+def _is_opposed(a: Counter[str], b: Counter[str], pair: tuple[str, str]) -> bool:
+    """Whether one name has only the one word, and the other only the other."""
+    said = [tuple(word in words for word in pair) for words in (a, b)]
+    return sorted(said) == [(False, True), (True, False)]

@@ -27,7 +27,7 @@ CASES = {
     "openpi": (WORLDS / "pi05_tiny/ckpt", (ok.select("params/**"),), (ok.select("params/**"), ok.recipe("openpi"))),
 }
 # The least share of leaves that is right without help: by specs, and with values.
-LEAST = {"bert_hf": (1, 1), "bert": (1, 1), "praxis": (0.8, 0.95), "perceiver": (0.2, 1), "openpi": (0.43, 0.81)}
+LEAST = {"bert_hf": (1, 1), "bert": (1, 1), "praxis": (0.83, 0.95), "perceiver": (0.24, 1), "openpi": (0.43, 0.81)}
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,7 @@ def test_recipes_are_found_and_nothing_sure_is_wrong(name: str, values: bool):
     found = ok.match(case.a, case.b, values=values)
     right, wrong, surely = judged(found, case)
     assert surely == 0
-    assert not (values and wrong)
+    assert wrong == 0
     assert right >= LEAST[name][values] * len(case.sources)
     assert ok.from_json(json.loads(json.dumps(found.to_json()["transform"]))) == found.transform
 
@@ -139,6 +139,14 @@ def test_a_square_kernel_is_never_certain():
     a, b = {"kernel": np.eye(3, dtype=np.float32)}, {"weight": np.eye(3, dtype=np.float32)}
     (pair,) = ok.match(a, b).pairs
     assert (pair.layout, pair.sure) == ("i o -> o i", "likely")
+
+
+def test_names_that_say_opposite_things_are_no_pair():
+    a = {"layer": {"pre_attention_norm": np.zeros(3, np.float32)}}
+    b = {"layer": {"post_attention_layernorm": np.zeros(3, np.float32)}}
+    found = ok.match(a, b)
+    assert not found.pairs
+    assert [o.ours for o in found.open] == ["layer/pre_attention_norm"]
 
 
 @settings(max_examples=50)
