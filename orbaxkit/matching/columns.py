@@ -23,6 +23,8 @@ class Column:
     shape: tuple[int, ...]  # of one
     dtype: np.dtype | None
     order: int  # among the columns of its tree
+    parts: tuple["Column", ...] = ()  # of columns that are taken together
+    is_exact: bool = True  # whether the pattern matches these leaves alone
 
     @property
     def layers(self) -> int | None:

@@ -3,7 +3,7 @@
 import math
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NUMBER = re.compile(r"\d+")
@@ -14,6 +14,7 @@ _SYNONYMS = (
     "layernorm layer_norm norm ln",
     "query q",
     "key k",
+    "gate gating",
     "value v",
     "out output outputs o",
     "attention attn att mha multiheaddotproductattention self_attn",
@@ -26,6 +27,8 @@ _SYNONYMS = (
     "image img vision",
     "llm language",
 )
+# What is written as one word.
+_PACKED = {"qkv": ("query", "key", "value"), "kv": ("key", "value")}
 # Two places of one thing: a name with the one word is not a name with the other.
 _OPPOSITES = (
     ("pre", "post"),
@@ -43,9 +46,14 @@ def words_of(pattern: str) -> Counter[str]:
     words: list[str] = []
     for segment in pattern.replace('"', "").replace("{i}", "").split("/"):
         whole = _NUMBER.sub("", segment.lower()).strip("_")
-        parts = [word.lower() for word in _WORD.findall(segment)]
-        words += [_SAME[whole]] if whole in _SAME else [_SAME.get(word, word) for word in parts]
+        parts = [_SAME.get(word.lower(), word.lower()) for word in _WORD.findall(segment)]
+        words += [_SAME[whole]] if whole in _SAME else dict.fromkeys(_apart(parts))
     return Counter(words)
+
+
+def _apart(words: Iterable[str]) -> Iterator[str]:
+    for word in words:
+        yield from _PACKED.get(word, (word,))
 
 
 def role_of(pattern: str) -> str:
@@ -61,8 +69,8 @@ def numbers_of(pattern: str) -> tuple[int, ...]:
 class Likeness:
     """Likeness of names from two trees: the common words, weighed by how rare they are in both."""
 
-    def __init__(self, ours: Iterable[str], theirs: Iterable[str]):
-        self._words = {pattern: words_of(pattern) for pattern in (*ours, *theirs)}
+    def __init__(self, patterns: Iterable[str]):
+        self._words = {pattern: words_of(pattern) for pattern in patterns}
         seen = Counter(word for words in self._words.values() for word in words)
         count = len(self._words) or 1
         self._weight: Mapping[str, float] = {word: math.log(1 + count / n) for word, n in seen.items()}
