@@ -128,7 +128,9 @@ def _ways_cut(a: Column, b: Column) -> list[Way]:
     out = []
     for axis, sizes in _cuts(whole, [math.prod(shape) for shape in shapes]):
         pieces = [(*whole[:axis], size, *whole[axis + 1 :]) for size in sizes]
-        found = [_layouts_of_piece(piece, shape, axis, not a.parts) for piece, shape in zip(pieces, shapes, strict=True)]
+        found = [
+            _layouts_of_piece(piece, shape, axis, not a.parts) for piece, shape in zip(pieces, shapes, strict=True)
+        ]
         common = [layout for layout in found[0] if all(layout in others for others in found[1:])]
         out += [Way(known[0][0], layout, Cut(axis, sizes)) for layout in common]
     return out

@@ -4,6 +4,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 
 _WORD = re.compile(r"[A-Z]+(?![a-z])|[A-Z]?[a-z]+")
 _NUMBER = re.compile(r"\d+")
@@ -41,17 +42,18 @@ _OPPOSITES = (
 _SAME = {word: row.split()[0] for row in _SYNONYMS for word in row.split()}
 
 
+@lru_cache(maxsize=65536)
 def words_of(pattern: str) -> Counter[str]:
     """The words of a path, each by the name that stands for its like."""
     words: list[str] = []
     for segment in pattern.replace('"', "").replace("{i}", "").split("/"):
         whole = _NUMBER.sub("", segment.lower()).strip("_")
         parts = [_SAME.get(word.lower(), word.lower()) for word in _WORD.findall(segment)]
-        words += [_SAME[whole]] if whole in _SAME else dict.fromkeys(_apart(parts))
+        words += [_SAME[whole]] if whole in _SAME else dict.fromkeys(_unpacked(parts))
     return Counter(words)
 
 
-def _apart(words: Iterable[str]) -> Iterator[str]:
+def _unpacked(words: Iterable[str]) -> Iterator[str]:
     for word in words:
         yield from _PACKED.get(word, (word,))
 
@@ -70,19 +72,17 @@ class Likeness:
     """Likeness of names from two trees: the common words, weighed by how rare they are in both."""
 
     def __init__(self, patterns: Iterable[str]):
-        self._words = {pattern: words_of(pattern) for pattern in patterns}
-        seen = Counter(word for words in self._words.values() for word in words)
-        count = len(self._words) or 1
-        self._weight: Mapping[str, float] = {word: math.log(1 + count / n) for word, n in seen.items()}
+        words = [words_of(pattern) for pattern in patterns]
+        seen = Counter(word for each in words for word in each)
+        self._weight: Mapping[str, float] = {word: math.log(1 + len(words) / n) for word, n in seen.items()}
 
     def __call__(self, ours: str, theirs: str) -> float:
         """From 0 to 1; names that say opposite things are not alike at all."""
-        a, b = self._words[ours], self._words[theirs]
+        a, b = words_of(ours), words_of(theirs)
         if any(_is_opposed(a, b, pair) for pair in _OPPOSITES):
             return 0.0
-        common, both = a & b, a | b
-        whole = self._sum(both)
-        return self._sum(common) / whole if whole else 0.0
+        whole = self._sum(a | b)
+        return self._sum(a & b) / whole if whole else 0.0
 
     def _sum(self, words: Counter[str]) -> float:
         return math.fsum(self._weight[word] * n for word, n in words.items())

@@ -151,7 +151,7 @@ def _pairs(a: Column, b: Column, way: Way, sure: Sure, why: str) -> list[Pair]:
 
 def _by_names(possible: Possible, out: Pairing) -> None:
     """Best names first; a column is taken when each is the other's best by a margin among those that are left."""
-    likeness = Likeness(column.pattern for found in possible.items() for column in (found[0], *found[1]))
+    likeness = Likeness(column.pattern for side in out.columns for column in side)
     scores = {(a, b): likeness(a.pattern, b.pattern) for a, found in possible.items() for b in found}
     for a, b in scores:
         if a.pattern == b.pattern and Way() in possible[a][b]:
