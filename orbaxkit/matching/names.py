@@ -60,7 +60,12 @@ def _unpacked(words: Iterable[str]) -> Iterator[str]:
 
 def role_of(pattern: str) -> str:
     """What a leaf is to its module, `kernel` or `bias`: the last segment, but not the `value` of an NNX box."""
-    return pattern.removesuffix("/value").rsplit("/", 1)[-1]
+    return pattern.removesuffix("/value").rpartition("/")[2]
+
+
+def module_of(pattern: str) -> str:
+    """Where a leaf is: all but what it is to its module."""
+    return pattern.removesuffix("/value").rpartition("/")[0]
 
 
 def numbers_of(pattern: str) -> tuple[int, ...]:

@@ -7,7 +7,7 @@ from typing import Literal
 
 from orbaxkit.matching.columns import Column, singles
 from orbaxkit.matching.layouts import Cut, Way, is_plain, ways
-from orbaxkit.matching.names import Likeness, numbers_of, role_of, words_of
+from orbaxkit.matching.names import Likeness, module_of, numbers_of, role_of, words_of
 from orbaxkit.matching.packing import every_group, usual_groups
 
 Sure = Literal["certain", "likely", "proved"]
@@ -158,8 +158,9 @@ def _by_names(possible: Possible, out: Pairing) -> None:
             out.take(a, b, Way(), "certain", "the same name and shape")
     changed = True
     while changed:
+        changed = _by_siblings(possible, out)
         scores = _free(scores, out)
-        changed = _by_numbers(scores, possible, out)
+        changed |= _by_numbers(scores, possible, out)
         scores = _free(scores, out)
         best_ours, best_theirs = _best(scores, 0), _best(scores, 1)
         for (a, b), score in sorted(scores.items(), key=lambda item: -item[1]):
@@ -179,6 +180,27 @@ def _take_likely(a: Column, b: Column, possible: Possible, why: str, out: Pairin
 def _free(scores: Scores, out: Pairing) -> Scores:
     """Those of columns that are not taken yet."""
     return {key: score for key, score in scores.items() if out.is_free(*key)}
+
+
+def _by_siblings(possible: Possible, out: Pairing) -> bool:
+    """Where a leaf of a module is one of another module's: the bias beside a kernel is the other's bias."""
+    partners: dict[str, set[str]] = defaultdict(set)
+    for p in out.pairs:
+        if p.part is None:
+            partners[module_of(p.ours.pattern)].add(module_of(p.theirs.pattern))
+    beside: dict[Column, list[Column]] = {}
+    for a, found in possible.items():
+        module = module_of(a.pattern)
+        if module and len(partners[module]) == 1 and not a.parts:
+            near = [b for b in found if module_of(b.pattern) in partners[module] and not b.parts]
+            beside[a] = [b for b in near if out.is_free(a, b) and _have_one_role(a, b)]
+    rivals = Counter(b for near in beside.values() for b in near)
+    only = [(a, near[0]) for a, near in beside.items() if len(near) == 1 and rivals[near[0]] == 1]
+    return any([_take_likely(a, b, possible, f"beside {module_of(b.pattern)}'s others", out) for a, b in only])
+
+
+def _have_one_role(a: Column, b: Column) -> bool:
+    return words_of(role_of(a.pattern)) == words_of(role_of(b.pattern))
 
 
 def _by_numbers(scores: Scores, possible: Possible, out: Pairing) -> bool:
