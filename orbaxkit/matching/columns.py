@@ -1,8 +1,9 @@
 """Leaves that are one per layer, seen as one: a tree as columns, so that layers are matched together."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -32,58 +33,88 @@ class Column:
         return len(self.names) if "{i}" in self.pattern else None
 
 
+class Block(NamedTuple):
+    """One of several layers: `template` has `{i}` for its number."""
+
+    template: str
+    number: int
+    is_alone: bool  # whether the template finds the layers alone
+
+
 def columns_of(specs: Specs) -> list[Column]:
     """The arrays of a tree; of several levels of numbered blocks, the outermost is taken for layers."""
-    arrays = {specs.paths[name]: (name, spec) for name, spec in specs.items() if spec.kind in ("array", "numpy")}
-    groups: dict[str, list[tuple[int, str, LeafSpec]]] = {}
-    for path, pattern, number in _numbered(arrays):
-        name, spec = arrays[path]
-        groups.setdefault(pattern, []).append((number, name, spec))
+    arrays = {name: spec for name, spec in specs.items() if spec.kind in ("array", "numpy")}
+    places = {name: _place_of(specs.paths[name]) for name in arrays}
+    if len(set(places.values())) < len(places):
+        places = {name: specs.paths[name] for name in arrays}
+    blocks = _blocks({places[name]: spec for name, spec in arrays.items()}, map(_place_of, specs.paths.values()))
+    groups: dict[str, list[tuple[int, str, LeafSpec, bool]]] = {}
+    for name, spec in arrays.items():
+        pattern, number, is_exact = _pattern_of(name, places[name], blocks)
+        groups.setdefault(pattern, []).append((number, name, spec, is_exact))
     out = []
     for order, (pattern, members) in enumerate(groups.items()):
         members.sort(key=lambda member: member[0])
-        _, _, spec = members[0]
-        out.append(Column(pattern, tuple(name for _, name, _ in members), spec.shape, spec.dtype, order))
+        names = tuple([name for _, name, _, _ in members])
+        spec, is_exact = members[0][2], all(member[3] for member in members)
+        out.append(Column(pattern, names, spec.shape, spec.dtype, order, is_exact=is_exact))
     return out
 
 
-def _numbered(arrays: Mapping[KeyPath, tuple[str, LeafSpec]]) -> Iterator[tuple[KeyPath, str, int]]:
-    """Each path with its pattern and its layer's number."""
-    blocks = _blocks(arrays)
-    for path in arrays:
-        depth = next((k for k in range(len(path)) if path[: k + 1] in blocks), None)
-        if depth is None:
-            yield path, format_path(path), 0
-        else:
-            template, number = blocks[path[: depth + 1]]
-            before, after = format_path(path[:depth]), format_path(path[depth + 1 :])
-            yield path, "/".join(part for part in (before, template, after) if part), number
+def _place_of(path: KeyPath) -> KeyPath:
+    """A path by its modules: Haiku writes several into one key."""
+    return tuple([part for segment in path for part in str(segment).split("/") if part != "~"])
 
 
-def _blocks(arrays: Mapping[KeyPath, tuple[str, LeafSpec]]) -> dict[KeyPath, tuple[str, int]]:
+def _pattern_of(name: str, place: KeyPath, blocks: Mapping[KeyPath, Block]) -> tuple[str, int, bool]:
+    """A leaf's pattern, its layer's number, and whether the pattern finds the leaf and none but layers."""
+    depth = next((k for k in range(len(place)) if place[: k + 1] in blocks), None)
+    if depth is None:
+        return name, 0, True
+    block = blocks[place[: depth + 1]]
+    before, after = format_path(place[:depth]), format_path(place[depth + 1 :])
+    pattern = "/".join(part for part in (before, block.template, after) if part)
+    return pattern, block.number, block.is_alone and name == format_path(place) and '"' not in name
+
+
+def _blocks(arrays: Mapping[KeyPath, LeafSpec], every: Iterable[KeyPath]) -> dict[KeyPath, Block]:
     """The nodes that are layers: numbered siblings, from 0 without gaps, with the same leaves inside."""
     inside: dict[KeyPath, dict[KeyPath, tuple[int, ...]]] = {}
-    for path, (_, spec) in arrays.items():
+    for path, spec in arrays.items():
         for k in range(1, len(path)):
             inside.setdefault(path[:k], {})[path[k:]] = spec.shape
+    children: dict[KeyPath, set[str]] = {}
+    for path in every:
+        for k in range(len(path)):
+            children.setdefault(path[:k], set()).add(str(path[k]))
+    out = {}
+    for (parent, template), nodes in _numbered(inside).items():
+        alike = len({tuple(sorted(map(str, inside[node].items()))) for node in nodes.values()}) == 1
+        is_large = len(inside[next(iter(nodes.values()))]) >= _LEAST_LEAVES
+        if len(nodes) > 1 and sorted(nodes) == list(range(len(nodes))) and alike and is_large:
+            caught = [name for name in children[parent] if name.startswith(template[: -len("{i}")])]
+            is_alone = len(caught) == len(nodes) and (*parent, template.replace("{i}", "0")) in nodes.values()
+            out.update({node: Block(template, number, is_alone) for number, node in nodes.items()})
+    return out
+
+
+def _numbered(nodes: Iterable[KeyPath]) -> dict[tuple[KeyPath, str], dict[int, KeyPath]]:
+    """Siblings by the template of their names; the first of Haiku's has no number."""
     siblings: dict[tuple[KeyPath, str], dict[int, KeyPath]] = {}
-    for node in inside:
+    nodes = list(nodes)
+    for node in nodes:
         found = _split_number(str(node[-1]))
         if found is not None:
             siblings.setdefault((node[:-1], found[0]), {})[found[1]] = node
-    out = {}
-    for (_, template), nodes in siblings.items():
-        alike = len({tuple(sorted(map(str, inside[node].items()))) for node in nodes.values()}) == 1
-        is_large = len(next(iter(map(inside.get, nodes.values()))) or ()) >= _LEAST_LEAVES
-        if len(nodes) > 1 and sorted(nodes) == list(range(len(nodes))) and alike and is_large:
-            out.update({node: (template, number) for number, node in nodes.items()})
-    return out
+    for node in nodes:
+        others = siblings.get((node[:-1], f"{node[-1]}_{{i}}"))
+        if others is not None:
+            others.setdefault(0, node)
+    return siblings
 
 
 def _split_number(segment: str) -> tuple[str, int] | None:
-    """`layers_12` as `layers_{i}` and 12. Quoted names have no wildcards in patterns, so they are not taken."""
-    if "/" in segment:
-        return None
+    """`layers_12` as `layers_{i}` and 12."""
     found = _NUMBERED.fullmatch(segment)
     if found is None or not is_index(found[2]):
         return None

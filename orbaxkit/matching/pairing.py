@@ -196,7 +196,8 @@ def _by_siblings(possible: Possible, out: Pairing) -> bool:
             beside[a] = [b for b in near if out.is_free(a, b) and _have_one_role(a, b)]
     rivals = Counter(b for near in beside.values() for b in near)
     only = [(a, near[0]) for a, near in beside.items() if len(near) == 1 and rivals[near[0]] == 1]
-    return any([_take_likely(a, b, possible, f"beside {module_of(b.pattern)}'s others", out) for a, b in only])
+    taken = [_take_likely(a, b, possible, f"beside {module_of(b.pattern)}'s others", out) for a, b in only]
+    return any(taken)
 
 
 def _have_one_role(a: Column, b: Column) -> bool:
