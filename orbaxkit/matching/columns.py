@@ -15,7 +15,7 @@ _LEAST_LEAVES = 3
 _NUMBERED = re.compile(r"(.*?)_?(\d+)")
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Column:
     """A leaf, or the leaves of one place in every layer: `pattern` has `{i}` for the layer's number."""
 

@@ -39,6 +39,7 @@ _OPPOSITES = (
     ("left", "right"),
     ("first", "last"),
 )
+_OPPOSITE = {word: other for pair in _OPPOSITES for word, other in (pair, pair[::-1])}
 _SAME = {word: row.split()[0] for row in _SYNONYMS for word in row.split()}
 
 
@@ -79,21 +80,28 @@ class Likeness:
     def __init__(self, patterns: Iterable[str]):
         words = [words_of(pattern) for pattern in patterns]
         seen = Counter(word for each in words for word in each)
+        self._known: dict[str, float] = {}
         self._weight: Mapping[str, float] = {word: math.log(1 + len(words) / n) for word, n in seen.items()}
 
     def __call__(self, ours: str, theirs: str) -> float:
         """From 0 to 1; names that say opposite things are not alike at all."""
-        a, b = words_of(ours), words_of(theirs)
-        if any(_is_opposed(a, b, pair) for pair in _OPPOSITES):
+        if not one_sided(ours).isdisjoint(map(_OPPOSITE.__getitem__, one_sided(theirs))):
             return 0.0
-        whole = self._sum(a | b)
-        return self._sum(a & b) / whole if whole else 0.0
+        common = self._sum(words_of(ours) & words_of(theirs))
+        whole = self._whole(ours) + self._whole(theirs) - common
+        return common / whole if whole else 0.0
+
+    def _whole(self, pattern: str) -> float:
+        if pattern not in self._known:
+            self._known[pattern] = self._sum(words_of(pattern))
+        return self._known[pattern]
 
     def _sum(self, words: Counter[str]) -> float:
         return math.fsum(self._weight[word] * n for word, n in words.items())
 
 
-def _is_opposed(a: Counter[str], b: Counter[str], pair: tuple[str, str]) -> bool:
-    """Whether one name has only the one word, and the other only the other."""
-    said = [tuple(word in words for word in pair) for words in (a, b)]
-    return sorted(said) == [(False, True), (True, False)]
+@lru_cache(maxsize=65536)
+def one_sided(pattern: str) -> frozenset[str]:
+    """The words of a name of which it does not have the opposite too."""
+    words = words_of(pattern)
+    return frozenset(word for word in words if word in _OPPOSITE and _OPPOSITE[word] not in words)

@@ -8,7 +8,7 @@ from typing import Literal
 from orbaxkit.matching.columns import Column, singles
 from orbaxkit.matching.layouts import Cut, Way, is_plain, ways
 from orbaxkit.matching.names import Likeness, module_of, numbers_of, role_of, words_of
-from orbaxkit.matching.packing import every_group, usual_groups
+from orbaxkit.matching.packing import every_group, size_of, usual_groups
 
 Sure = Literal["certain", "likely", "proved"]
 
@@ -124,7 +124,11 @@ def _pair(ours: list[Column], theirs: list[Column], prove: Prove | None) -> Pair
 
 
 def _possible(ours: Iterable[Column], theirs: Iterable[Column]) -> Possible:
-    return {a: {b: found for b in theirs if (found := ways(a, b))} for a in ours}
+    """What can become what: only columns of one size are compared."""
+    sized: dict[int, list[Column]] = defaultdict(list)
+    for b in theirs:
+        sized[size_of(b)].append(b)
+    return {a: {b: found for b in sized[size_of(a)] if (found := ways(a, b))} for a in ours}
 
 
 def _tell_open(possible: Possible, out: Pairing, why: str) -> None:
