@@ -217,11 +217,11 @@ class Bucket:
 
     def is_listed(self, prefix: str) -> bool:
         """Whether what lies below a prefix is known."""
-        return any(prefix.startswith(known) for known in self._listings)
+        return any(prefix.startswith(known) for known in tuple(self._listings))
 
     def keys_below(self, prefix: str) -> list[str]:
         """All names below a prefix, sorted."""
-        known = next((known for known in self._listings if prefix.startswith(known)), None)
+        known = next((known for known in tuple(self._listings) if prefix.startswith(known)), None)
         if known is None:
             self._listings[prefix] = self._list(prefix, prefix)
             known = prefix
@@ -248,7 +248,7 @@ class Bucket:
 
     def has(self, key: str) -> bool:
         """Whether there is a file of this name."""
-        known = next((keys for prefix, keys in self._listings.items() if key.startswith(prefix)), None)
+        known = next((keys for prefix, keys in tuple(self._listings.items()) if key.startswith(prefix)), None)
         if known is not None:
             at = bisect_left(known, key)
             return at < len(known) and known[at] == key
