@@ -1,6 +1,7 @@
 """Match: propose the rules between two trees."""
 
-from collections.abc import Iterator
+import hashlib
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,16 +9,20 @@ import numpy as np
 
 from orbaxkit._plan import open_source
 from orbaxkit.display.text import align, counted
-from orbaxkit.errors import TransformError, shown
+from orbaxkit.errors import TargetError, TransformError, shown
 from orbaxkit.execute.gather import on_host
 from orbaxkit.formats import Source
 from orbaxkit.matching.columns import Column, columns_of
 from orbaxkit.matching.layouts import sizes_of
-from orbaxkit.matching.pairing import Open, Pair, Pairing, Way, counts, pair
+from orbaxkit.matching.pairing import pair
+from orbaxkit.matching.pairs import Open, Pair, Part, counts
+from orbaxkit.matching.rules import rules_of, wanted_shape
 from orbaxkit.planning import Transform
 from orbaxkit.planning import expressions as ex
-from orbaxkit.transforms import chain, rename, reshape, stack, unstack
+from orbaxkit.transforms import chain
 from orbaxkit.transforms.layout import rearrange
+
+_MOST_HELD = 16
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,12 @@ class Match:
     @property
     def transform(self) -> Transform:
         """The rules as one transform from `a` to `b`; what is open or left over is not in it."""
-        return chain(*_rules(self.pairs))
+        return chain(*self._rules())
 
     def to_json(self) -> dict[str, Any]:
         """Plain data: the transform as `ok.from_json` reads it, and everything that is to be known about it."""
         return {
-            "transform": chain(*_rules(self.pairs)).to_json(),
+            "transform": chain(*self._rules()).to_json(),
             "rules": [_rule_json(p) for p in self.pairs],
             "open": [{"from": o.ours, "candidates": list(o.candidates), "why": o.why} for o in self.open],
             "only_in_a": list(self.only_in_a),
@@ -47,20 +52,30 @@ class Match:
     def __str__(self) -> str:
         told = counts(self.pairs)
         lines = [", ".join(f"{n:,} {sure}" for sure, n in told.items()) or "nothing matches"]
-        rows = [(p.ours.pattern, "->", p.theirs.pattern, p.layout or p.how, p.sure, p.why) for p in self.pairs]
+        rows = [(p.ours.pattern, "->", p.theirs.pattern, _how(p), p.sure, p.why) for p in self.pairs]
         lines += align([tuple(map(shown, row)) for row in rows], [False] * 6) if rows else []
         lines += [f"open: {shown(o.ours)}: {o.why}: {shown(', '.join(o.candidates))}" for o in self.open]
         for label, names in (("a", self.only_in_a), ("b", self.only_in_b)):
             if names:
                 lines.append(f"only in {label}, {counted(len(names), 'leaf', 'leaves')}: {shown(', '.join(names[:8]))}")
         if self.pairs:
-            lines += ["", *_python(self.pairs)]
+            lines += ["", *_python(self._rules())]
         return "\n".join(lines)
 
+    def _rules(self) -> Iterator[Any]:
+        return rules_of(self.pairs, self.only_in_a)
 
-def _rule_json(p: Pair) -> dict[str, str]:
-    told = {"layout": p.layout, "how": p.how, "sure": p.sure, "why": p.why}
+
+def _rule_json(p: Pair) -> dict[str, Any]:
+    told: dict[str, Any] = {"layout": p.layout, "how": p.how, "sure": p.sure, "why": p.why}
+    if p.part is not None:
+        axis, sizes = p.part.cut
+        told["part"] = {"verb": p.part.verb, "axis": axis, "sizes": list(sizes), "number": p.part.number}
     return {"from": p.ours.pattern, "to": p.theirs.pattern, **told}
+
+
+def _how(p: Pair) -> str:
+    return ", ".join(filter(None, (p.how, p.part.verb if p.part else "", p.layout)))
 
 
 def match(a: Any, b: Any, *, values: bool = False) -> Match:
@@ -80,7 +95,10 @@ def match(a: Any, b: Any, *, values: bool = False) -> Match:
     _, ours, _ = open_source(a)
     _, theirs, _ = open_source(b)
     columns = columns_of(ours.specs), columns_of(theirs.specs)
-    found: Pairing = pair(*columns, _prover(ours, theirs) if values else None)
+    if values:
+        _refuse_unreadable(ours, columns[0])
+        _refuse_unreadable(theirs, columns[1])
+    found = pair(*columns, _Digests(ours, theirs) if values else None)
     return Match(
         tuple(sorted(found.pairs, key=lambda p: p.ours.order)),
         tuple(found.open),
@@ -89,27 +107,64 @@ def match(a: Any, b: Any, *, values: bool = False) -> Match:
     )
 
 
-def _prover(ours: Source, theirs: Source) -> Any:
-    """Compare the values of two columns, each array read once for as long as its column is looked at."""
-    held: dict[tuple[bool, Column], list[np.ndarray]] = {}
+def _refuse_unreadable(source: Source, columns: Iterable[Column]) -> None:
+    problems = source.problems([name for column in columns for name in column.names])
+    if problems:
+        hint = "without values=True, specs are enough"
+        raise TargetError("these leaves have no values to compare", leaves=problems, hint=hint)
 
-    def arrays(source: Source, column: Column, is_ours: bool) -> list[np.ndarray]:
-        if (is_ours, column) not in held:
-            if len(held) > 64:
-                held.clear()
-            held[is_ours, column] = on_host([ex.read(name, source.specs[name]) for name in column.names], source)
-        return held[is_ours, column]
 
-    def prove(a: Column, b: Column, way: Way) -> bool:
-        if a.dtype != b.dtype:
-            return False
-        left, right = arrays(ours, a, True), arrays(theirs, b, False)
-        how, layout = way
-        left = list(left[0]) if how == "unstack" else left
-        right = list(right[0]) if how == "stack" else right
-        return all(_moved(x, layout, y.shape).tobytes() == y.tobytes() for x, y in zip(left, right, strict=True))
+class _Digests:
+    """What columns hold, as digests; an array is read when its column's turn comes, and the last ones are kept."""
 
-    return prove
+    def __init__(self, ours: Source, theirs: Source):
+        self._sources = ours, theirs
+        self._known: dict[tuple[Any, ...], bytes] = {}
+        self._held: dict[tuple[int, Column], list[np.ndarray]] = {}
+
+    def made(self, p: Pair) -> bytes:
+        """What a pair makes of ours."""
+        part = p.part if p.part and p.part.verb == "split" else None
+        shape = wanted_shape(p)
+        key = (0, p.ours, p.how, p.layout, shape, part)
+        if key not in self._known:
+            layers = self._arrays(0, p.ours)
+            layers = list(layers[0]) if p.how == "unstack" else layers
+            self._known[key] = _digest(_moved(_cut(x, part), p.layout, shape) for x in layers)
+        return self._known[key]
+
+    def wanted(self, p: Pair) -> bytes:
+        """What theirs holds, of which a pair may make a part."""
+        part = p.part if p.part and p.part.verb == "concat" else None
+        key = (1, p.theirs, p.how, part)
+        if key not in self._known:
+            layers = self._arrays(1, p.theirs)
+            layers = list(layers[0]) if p.how == "stack" else layers
+            self._known[key] = _digest(_cut(x, part) for x in layers)
+        return self._known[key]
+
+    def _arrays(self, side: int, column: Column) -> list[np.ndarray]:
+        if (side, column) not in self._held:
+            if len(self._held) >= _MOST_HELD:
+                self._held.clear()
+            source = self._sources[side]
+            self._held[side, column] = on_host([ex.read(name, source.specs[name]) for name in column.names], source)
+        return self._held[side, column]
+
+
+def _digest(layers: Iterable[np.ndarray]) -> bytes:
+    """Of bytes alone: shapes and dtypes are compared before."""
+    out = hashlib.sha256()
+    for layer in layers:
+        out.update(np.ascontiguousarray(layer).tobytes())
+    return out.digest()
+
+
+def _cut(x: np.ndarray, part: Part | None) -> np.ndarray:
+    if part is None:
+        return x
+    start = sum(part.cut.sizes[: part.number])
+    return x[(slice(None),) * part.cut.axis + (slice(start, start + part.cut.sizes[part.number]),)]
 
 
 def _moved(x: np.ndarray, layout: str, wanted: tuple[int, ...]) -> np.ndarray:
@@ -124,38 +179,5 @@ def _no_read(leaf: Any) -> np.ndarray:
     raise TransformError(f"{leaf.name} is not to be read here")
 
 
-def _rules(pairs: tuple[Pair, ...]) -> Iterator[Any]:
-    """Cut what is stacked, lay out, rename, stack what is to be."""
-    for p in pairs:
-        if p.how == "unstack":
-            yield unstack(p.ours.pattern, into=f"{_last(p.ours.pattern)}/{{i}}", axis=0)
-    for p in pairs:
-        if p.layout:
-            yield reshape(_cut(p), p.layout, **sizes_of(p.layout, _wanted(p)))
-    moved = {_cut(p): _target(p) for p in pairs if _cut(p) != _target(p)}
-    if moved:
-        yield rename(moved)  # type: ignore[arg-type]
-    for p in pairs:
-        if p.how == "stack":
-            yield stack(_target(p), into=_last(p.theirs.pattern), axis=0, levels=2)
-
-
-def _wanted(p: Pair) -> tuple[int, ...]:
-    return p.theirs.shape[1:] if p.how == "stack" else p.theirs.shape
-
-
-def _cut(p: Pair) -> str:
-    return f"{p.ours.pattern}/{{i}}" if p.how == "unstack" else p.ours.pattern
-
-
-def _target(p: Pair) -> str:
-    return f"{p.theirs.pattern}/{{i}}" if p.how == "stack" else p.theirs.pattern
-
-
-def _last(pattern: str) -> str:
-    return pattern.rsplit("/", 1)[-1]
-
-
-def _python(pairs: tuple[Pair, ...]) -> list[str]:
-    rules = [f"    ok.{rule!r}," for rule in _rules(pairs)]
-    return ["transform = ok.chain(", *rules, ")"]
+def _python(rules: Iterable[Any]) -> list[str]:
+    return ["transform = ok.chain(", *(f"    ok.{rule!r}," for rule in rules), ")"]

@@ -107,11 +107,11 @@ def ways(a: Column, b: Column) -> list[Way]:
 
 def _one_layer(a: Column, b: Column) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
     """Whether layers are cut or stacked, and both shapes of one layer."""
-    if a.layers == b.layers:
+    if a.numbers == b.numbers:
         return "", a.shape, b.shape
-    if a.layers is None and b.layers is not None and a.shape[:1] == (b.layers,):
+    if not a.numbers and b.layers and a.shape[:1] == (b.layers,):
         return "unstack", a.shape[1:], b.shape
-    if b.layers is None and a.layers is not None and b.shape[:1] == (a.layers,):
+    if not b.numbers and a.layers and b.shape[:1] == (a.layers,):
         return "stack", a.shape, b.shape[1:]
     return None
 
@@ -128,7 +128,9 @@ def _ways_cut(a: Column, b: Column) -> list[Way]:
     out = []
     for axis, sizes in _cuts(whole, [math.prod(shape) for shape in shapes]):
         pieces = [(*whole[:axis], size, *whole[axis + 1 :]) for size in sizes]
-        found = [_layouts_of_piece(piece, shape, axis, not a.parts) for piece, shape in zip(pieces, shapes, strict=True)]
+        found = [
+            _layouts_of_piece(piece, shape, axis, not a.parts) for piece, shape in zip(pieces, shapes, strict=True)
+        ]
         common = [layout for layout in found[0] if all(layout in others for others in found[1:])]
         out += [Way(known[0][0], layout, Cut(axis, sizes)) for layout in common]
     return out

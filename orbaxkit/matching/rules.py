@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from orbaxkit.matching.columns import Column
 from orbaxkit.matching.layouts import sizes_of
-from orbaxkit.matching.pairing import Pair, Part
+from orbaxkit.matching.pairs import Pair, Part
 from orbaxkit.paths import KeyPath, compile_pattern, parse_path
 from orbaxkit.transforms import concat, drop, rename, reshape, split, stack, unstack
 from orbaxkit.transforms.subtrees import pattern_segments
@@ -31,7 +31,7 @@ def rules_of(pairs: Iterable[Pair], left: Iterable[str] = ()) -> Iterator[Any]:
     if blocked:
         yield drop(*blocked)
     for ours in dict.fromkeys(p.ours for p in pairs if p.how == "unstack"):
-        yield unstack(ours.pattern, into=f"{_last(ours.pattern)}/{{i}}", axis=0)
+        yield unstack(ours.pattern, into=f"{_last(ours.pattern)}/layer_{{i}}", axis=0)
     moves = list(_moves(pairs))
     yield from _once(_split(move.source, move.part) for move in moves if move.part and move.part.verb == "split")
     for move in moves:
@@ -42,7 +42,7 @@ def rules_of(pairs: Iterable[Pair], left: Iterable[str] = ()) -> Iterator[Any]:
         yield rename(renamed)  # type: ignore[arg-type]
     yield from _once(_concat(move.target, move.part) for move in moves if move.part and move.part.verb == "concat")
     for theirs in dict.fromkeys(p.theirs for p in pairs if p.how == "stack"):
-        yield stack(f"{theirs.pattern}/{{i}}", into=_last(theirs.pattern), axis=0, levels=2)
+        yield stack(f"{theirs.pattern}/layer_{{i}}", into=_last(theirs.pattern), axis=0, levels=2)
 
 
 def _moves(pairs: list[Pair]) -> Iterator[_Move]:
@@ -54,17 +54,17 @@ def _moves(pairs: list[Pair]) -> Iterator[_Move]:
         sources = _places(p.ours, p.how == "unstack", count if is_apart else 0)
         targets = _places(p.theirs, p.how == "stack", count if is_apart else 0)
         for source, target in zip(sources, targets, strict=True):
-            yield _Move(source, target, p.layout, _wanted(p), p.part)
+            yield _Move(source, target, p.layout, wanted_shape(p), p.part)
 
 
 def _places(column: Column, is_stacked: bool, count: int) -> list[str]:
     """A column as one pattern, or as `count` leaves; where it is stacked, what its layers are called meanwhile."""
     if not count:
-        return [f"{column.pattern}/{{i}}" if is_stacked else column.pattern]
-    return [f"{column.pattern}/{number}" for number in range(count)] if is_stacked else list(column.names)
+        return [f"{column.pattern}/layer_{{i}}" if is_stacked else column.pattern]
+    return [f"{column.pattern}/layer_{number}" for number in range(count)] if is_stacked else list(column.names)
 
 
-def _wanted(p: Pair) -> tuple[int, ...]:
+def wanted_shape(p: Pair) -> tuple[int, ...]:
     """The shape that a layout makes."""
     whole = p.theirs.shape[1:] if p.how == "stack" else p.theirs.shape
     if p.part is None or p.part.verb == "split":
