@@ -17,8 +17,11 @@ from orbaxkit.matching.layouts import sizes_of
 from orbaxkit.matching.pairing import pair
 from orbaxkit.matching.pairs import Open, Pair, Part, counts
 from orbaxkit.matching.rules import rules_of, wanted_shape
+from orbaxkit.paths import format_path
 from orbaxkit.planning import Transform
 from orbaxkit.planning import expressions as ex
+from orbaxkit.slots import find_slots, mirrored_root
+from orbaxkit.specs import Specs
 from orbaxkit.transforms import chain
 from orbaxkit.transforms.layout import rearrange
 
@@ -33,6 +36,17 @@ class Match:
     open: tuple[Open, ...]
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
+    following: tuple[str, ...] = ()  # optimizer slots of `a`: what the rules do to params, they do to these
+
+    @property
+    def casts(self) -> dict[str, str]:
+        """The dtypes that `b` has and the rules do not make, as `ok.cast` takes them; casting is for you to decide."""
+        return {
+            pattern: str(p.theirs.dtype)
+            for p in self.pairs
+            if p.ours.dtype != p.theirs.dtype
+            for pattern in ([p.theirs.pattern] if p.theirs.is_exact else p.theirs.names)
+        }
 
     @property
     def transform(self) -> Transform:
@@ -45,6 +59,8 @@ class Match:
             "transform": chain(*self._rules()).to_json(),
             "rules": [_rule_json(p) for p in self.pairs],
             "open": [{"from": o.ours, "candidates": list(o.candidates), "why": o.why} for o in self.open],
+            "casts": self.casts,
+            "following": list(self.following),
             "only_in_a": list(self.only_in_a),
             "only_in_b": list(self.only_in_b),
         }
@@ -58,6 +74,10 @@ class Match:
         for label, names in (("a", self.only_in_a), ("b", self.only_in_b)):
             if names:
                 lines.append(f"only in {label}, {counted(len(names), 'leaf', 'leaves')}: {shown(', '.join(names[:8]))}")
+        if self.following:
+            lines.append(f"{counted(len(self.following), 'leaf', 'leaves')} of optimizer slots follow their params")
+        if self.casts:
+            lines.append(f"other dtypes: to cast is up to you: ok.cast({self.casts!r})")
         if self.pairs:
             lines += ["", *_python(self._rules())]
         return "\n".join(lines)
@@ -94,7 +114,8 @@ def match(a: Any, b: Any, *, values: bool = False) -> Match:
     """
     _, ours, _ = open_source(a)
     _, theirs, _ = open_source(b)
-    columns = columns_of(ours.specs), columns_of(theirs.specs)
+    followed = _followers(ours.specs), _followers(theirs.specs)
+    columns = columns_of(ours.specs, followed[0]), columns_of(theirs.specs, followed[1])
     if values:
         _refuse_unreadable(ours, columns[0])
         _refuse_unreadable(theirs, columns[1])
@@ -104,7 +125,20 @@ def match(a: Any, b: Any, *, values: bool = False) -> Match:
         tuple(found.open),
         tuple(name for column in found.ours for name in column.names),
         tuple(name for column in found.theirs for name in column.names),
+        tuple(followed[0]),
     )
+
+
+def _followers(specs: Specs) -> list[str]:
+    """Leaves of optimizer slots whose params are in the tree: rules for params are rules for them."""
+    slots = find_slots(specs)
+    base = mirrored_root(specs, slots)
+    if base is None:
+        return []
+    mirrored = (
+        (name, slot.param_of(specs, name)) for slot in slots for names in slot.mirrors.values() for name in names
+    )
+    return [name for name, param in mirrored if format_path((*base, *param)) in specs.leaves]
 
 
 def _refuse_unreadable(source: Source, columns: Iterable[Column]) -> None:

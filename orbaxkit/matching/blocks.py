@@ -55,7 +55,7 @@ def blocks_of(ours: Iterable[Column], theirs: Iterable[Column], likeness: Likene
 
 def block_of(place: Place, blocks: Blocks) -> tuple[int, Place]:
     """The number of the innermost block around a place, and the place within it."""
-    depth = next(k for k in range(len(place) - 1, -1, -1) if place[:k] in blocks)
+    depth = next(k for k in range(max(len(place) - 1, 0), -1, -1) if place[:k] in blocks)
     return blocks[place[:depth]], place[depth:]
 
 

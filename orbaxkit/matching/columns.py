@@ -81,7 +81,7 @@ def singles(columns: Iterable[Column]) -> list[Column]:
 
 
 def _place(path: KeyPath) -> Place:
-    return tuple([part for segment in path for part in str(segment).split("/") if part != _SILENT])
+    return tuple([part for segment in path for part in str(segment).split("/") if part != _SILENT]) or ("",)
 
 
 def _filled(place: Place, number: int) -> Place:

@@ -71,9 +71,10 @@ def _apart(words: Iterable[str]) -> Iterator[str]:
         yield from _PACKED.get(word, (word,))
 
 
-def role_of(segment: str) -> str:
-    """What a leaf is to its module, `kernel` or `weight`, by the last segment of its place."""
-    return _ORDINAL.sub("", segment).strip("_")
+def kernel_role(segment: str) -> str:
+    """Whether a leaf, by the last segment of its place, is a "kernel" [in, out], a torch "weight", or neither: ""."""
+    role = _ORDINAL.sub("", segment).strip("_")
+    return {"kernel": "kernel", "w": "kernel", "weight": "weight"}.get(role, "")
 
 
 def numbers_of(text: str) -> tuple[int, ...]:
@@ -133,7 +134,7 @@ class Likeness:
         left, right = ([words_of(name) for name in names] for names in (ours, theirs))
         words = sorted({word for each in left for word in each} & {word for each in right for word in each})
         weights = np.array([self._weight.get(word, self._usual) for word in words], np.float32)
-        a, b = (np.array([[each[word] for word in words] for each in side], np.float32) for side in (left, right))
+        a, b = (_counted(side, words) for side in (left, right))
         most = max((n for each in left for n in each.values()), default=0)
         levels = [(a >= k, b >= k) for k in range(1, most + 1)]
         common = sum(((x * weights) @ y.T for x, y in levels), np.zeros((len(a), len(b)), np.float32))
@@ -141,7 +142,17 @@ class Likeness:
         totals = [np.array([each.total() for each in side], np.float32) for side in (left, right)]
         others = totals[0][:, None] + totals[1] - 2 * shared  # how rare they are does not tell
         alike = common / np.maximum(common + self._usual * others, 1e-9)
-        return np.where(_are_opposed(left, right), 0, alike)
+        return np.asarray(np.where(_are_opposed(left, right), 0, alike))
+
+
+def _counted(names: list[Counter[str]], words: list[str]) -> np.ndarray:
+    """How often each name has each word."""
+    at = {word: k for k, word in enumerate(words)}
+    out = np.zeros((len(names), len(words)), np.float32)
+    for row, each in enumerate(names):
+        for word in each.keys() & at.keys():
+            out[row, at[word]] = each[word]
+    return out
 
 
 def are_opposed(ours: str, theirs: str) -> bool:

@@ -8,7 +8,7 @@ import numpy as np
 from orbaxkit.matching.blocks import Blocks, Families, block_of, blocks_of, families_of, settle
 from orbaxkit.matching.columns import Column, Place
 from orbaxkit.matching.layouts import Way, is_plain, ways
-from orbaxkit.matching.names import Likeness, are_opposed, built_order, kind_of, order_of, plain, role_of
+from orbaxkit.matching.names import Likeness, are_opposed, built_order, kernel_role, kind_of, order_of, plain
 from orbaxkit.matching.packing import usual_groups
 from orbaxkit.matching.pairs import Pairing
 
@@ -32,6 +32,10 @@ def by_names(out: Pairing) -> None:
             taken = [_settle(bucket, number > 0, likeness, out) for number, bucket in _buckets(every, blocks, out)]
             if not any(taken):
                 break
+    if out.pairs and len(out.ours) == len(out.theirs) == 1:
+        _take(
+            _last(([(out.ours[0].place, out.ours[0])], [(out.theirs[0].place, out.theirs[0])]), "all that is left"), out
+        )
     _raise_certain(every, out)
     for _, bucket in _buckets((ours, theirs), _NO_BLOCKS, out):
         _tell_open(bucket, out)
@@ -64,7 +68,7 @@ def _settle(bucket: Bucket, is_block: bool, likeness: Likeness, out: Pairing) ->
     if not _take(found, out) and is_block:
         found = [(a, b, "in the order of construction") for a, b, _ in _in_order(bucket)]
         if not _take(found, out):
-            return _take(_last(bucket), out)
+            return _take(_last(bucket, "the last of its size in its block"), out)
     return bool(found)
 
 
@@ -80,35 +84,36 @@ def _in_order(bucket: Bucket) -> list[tuple[Column, Column, float]]:
     """Within a block, what is of one kind: names need not be alike where both sides are ordered."""
 
     def score(ours: Families[Column], theirs: Families[Column]) -> np.ndarray:
-        same = [[a.name == b.name for b in theirs] for a in ours]
-        return np.array(same, np.float32) * _fits(ours, theirs)
+        same = np.array([[a.name == b.name for b in theirs] for a in ours], np.float32)
+        return np.asarray(same * _fits(ours, theirs))
 
     ours, theirs = (families_of(entries, kind_of, built_order, _kind) for entries in bucket)
     return settle(ours, theirs, score)
 
 
-def _last(bucket: Bucket) -> list[tuple[Column, Column, str]]:
+def _last(bucket: Bucket, why: str) -> list[tuple[Column, Column, str]]:
     ours, theirs = bucket
     if len(ours) > 1 or len(theirs) > 1 or are_opposed(*("/".join(side[0][0]) for side in bucket)):
         return []
-    return [(ours[0][1], theirs[0][1], "the last of its size in its block")]
+    return [(ours[0][1], theirs[0][1], why)]
 
 
 def _kind(column: Column) -> Hashable:
-    return column.form, role_of(column.place[-1])
+    return column.form, kernel_role(column.place[-1])
 
 
 def _fits(ours: Families[Column], theirs: Families[Column]) -> np.ndarray:
     """1 where one can become the other in the usual way, less where only in another, 0 where not at all."""
-    known: dict[Hashable, float] = {}
+    (rows, ours_at), (columns, theirs_at) = (_kinds(families) for families in (ours, theirs))
+    table = np.array([[_fit(a, b) for b in columns] for a in rows], np.float32)
+    return table[np.ix_(ours_at, theirs_at)]
 
-    def fit(a: Column, b: Column) -> float:
-        what = _kind(a), _kind(b)
-        if what not in known:
-            known[what] = _fit(a, b)
-        return known[what]
 
-    return np.array([[fit(a.members[0], b.members[0]) for b in theirs] for a in ours], np.float32)
+def _kinds(families: Families[Column]) -> tuple[list[Column], list[int]]:
+    """One column of each kind, and which kind each family is of."""
+    kinds: dict[Hashable, int] = {}
+    at = [kinds.setdefault(_kind(family.members[0]), len(kinds)) for family in families]
+    return [families[at.index(number)].members[0] for number in kinds.values()], at
 
 
 def _fit(a: Column, b: Column) -> float:
@@ -121,10 +126,10 @@ def _fit(a: Column, b: Column) -> float:
 
 def _turns(a: Column, b: Column) -> bool | None:
     """Whether the usual layout moves axes: from a kernel to a torch weight; None where names do not tell."""
-    roles = {role_of(a.place[-1]), role_of(b.place[-1])}
-    if "weight" in roles and roles & {"kernel", "w"}:
-        return len(a.shape) > 1
-    return False if len(roles) == 1 else None
+    roles = {kernel_role(a.place[-1]), kernel_role(b.place[-1])}
+    if "" in roles:
+        return None
+    return len(roles) > 1 and len(a.shape) > 1
 
 
 def _take(found: Iterable[tuple[Column, Column, str]], out: Pairing) -> bool:
@@ -171,7 +176,12 @@ def _raise_certain(every: tuple[list[Column], list[Column]], out: Pairing) -> No
 
 def _tell_open(bucket: Bucket, out: Pairing) -> None:
     """What is left on both sides and could be a pair."""
+    forms: dict[Hashable, list[Column]] = defaultdict(list)
+    for _, b in bucket[1]:
+        forms[b.form].append(b)
+    possible: dict[Hashable, list[Column]] = {}
     for _, a in bucket[0]:
-        candidates = [b.pattern for _, b in bucket[1] if ways(a, b)]
-        if candidates:
-            out.ask(a, candidates, "its name does not tell which")
+        if a.form not in possible:
+            possible[a.form] = [b for alike in forms.values() if ways(a, alike[0]) for b in alike]
+        if possible[a.form]:
+            out.ask(a, possible[a.form], "its name does not tell which")

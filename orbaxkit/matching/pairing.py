@@ -81,13 +81,13 @@ def _table(a: Column, theirs: list[Column], way: Way, digests: Digests) -> dict[
 def _take_proved(proofs: Proofs, out: Pairing) -> None:
     """What several columns hold alike is left open."""
     claims = Counter(claim for key in proofs for claim in _claims(*key))
-    rivals: dict[Column, list[str]] = defaultdict(list)
+    rivals: dict[Column, list[Column]] = defaultdict(list)
     for (a, b), held in proofs.items():
         if all(claims[claim] == 1 for claim in _claims(a, b)):
             why = "equal bit for bit" + ("" if len(held) == 1 else f", in {len(held)} layouts")
             out.take(a, b, held[0], "proved", why)
         else:
-            rivals[a].append(b.pattern)
+            rivals[a].append(b)
     for a, names in rivals.items():
         out.ask(a, names, "several hold the same values")
 
@@ -105,5 +105,5 @@ def _explain(out: Pairing) -> None:
     for p in guess.pairs:
         if p.ours.pattern not in asked:
             differs = "its dtype differs" if p.ours.dtype != p.theirs.dtype else "its values differ"
-            out.ask(p.ours, [p.theirs.pattern], f"by its name, but {differs}")
+            out.ask(p.ours, [p.theirs], f"by its name, but {differs}")
     out.open += [replace(each, why="none has its values") for each in guess.open if each.ours not in asked]

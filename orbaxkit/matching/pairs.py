@@ -82,11 +82,11 @@ class Pairing:
             self._free[side].difference_update(part.pattern for part in column.parts or (column,))
         return True
 
-    def ask(self, a: Column, candidates: list[str], why: str) -> None:
+    def ask(self, a: Column, candidates: list[Column], why: str) -> None:
         """Add an open question; of many candidates the first, and how many more there are."""
         more = len(candidates) - _MOST_CANDIDATES
         told = f"{why}, and {more} more could be it" if more > 0 else why
-        self.open.append(Open(a.pattern, tuple(candidates[:_MOST_CANDIDATES]), told))
+        self.open.append(Open(a.pattern, tuple([b.pattern for b in candidates[:_MOST_CANDIDATES]]), told))
 
     def settle(self, k: int, sure: Sure, why: str) -> None:
         """Say of a pair that it is surer."""
