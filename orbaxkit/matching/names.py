@@ -41,6 +41,12 @@ _OPPOSITES = (
     ("encoder", "decoder"),
     ("left", "right"),
     ("first", "last"),
+    ("kernel", "bias"),
+    ("query", "key"),
+    ("query", "value"),
+    ("key", "value"),
+    ("gate", "up"),
+    ("gate", "down"),
 )
 # The orders that the parts of a block are usually built in.
 _PARTS = {"attention": 0, "mlp": 2}

@@ -87,7 +87,8 @@ def _in_order(bucket: Bucket) -> list[tuple[Column, Column, float]]:
         same = np.array([[a.name == b.name for b in theirs] for a in ours], np.float32)
         return np.asarray(same * _fits(ours, theirs))
 
-    ours, theirs = (families_of(entries, kind_of, built_order, _kind) for entries in bucket)
+    leaves = ([(place, column) for place, column in entries if not column.parts] for entries in bucket)
+    ours, theirs = (families_of(entries, kind_of, built_order, _kind) for entries in leaves)
     return settle(ours, theirs, score)
 
 
