@@ -94,6 +94,8 @@ def _in_order(bucket: Bucket) -> list[tuple[Column, Column, float]]:
 
 def _last(bucket: Bucket, why: str) -> list[tuple[Column, Column, str]]:
     ours, theirs = bucket
+    if ours[0][1].parts or theirs[0][1].parts:
+        return []
     if len(ours) > 1 or len(theirs) > 1 or are_opposed(*("/".join(side[0][0]) for side in bucket)):
         return []
     return [(ours[0][1], theirs[0][1], why)]
