@@ -54,10 +54,11 @@ class _Nursery:
         """The node that holds these leaves, which share the first `depth` segments of their paths."""
         if len(leaves) == 1 and len(leaves[0].path) == depth:
             return leaves[0].value
-        below: dict[Segment, list[Grown]] = {}
+        below: dict[str, list[Grown]] = {}  # by text: an index and a key of the same text are one place
         for leaf in leaves:
-            below.setdefault(leaf.path[depth], []).append(leaf)
-        grown = {key: self.grow(below[key], depth + 1) for key in natural_order(below)}
+            below.setdefault(str(leaf.path[depth]), []).append(leaf)
+        keys = {found[0].path[depth]: found for found in below.values()}
+        grown = {key: self.grow(keys[key], depth + 1) for key in natural_order(keys)}
         path = leaves[0].path[:depth]
         return _contain(self._old(leaves, depth), grown, path)
 

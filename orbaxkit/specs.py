@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 
 from orbaxkit.errors import CheckpointError
-from orbaxkit.paths import KeyPath, format_path, natural_order, nearest
+from orbaxkit.paths import KeyPath, Segment, format_path, is_index, natural_order, nearest
 
 Kind = Literal["array", "numpy", "scalar", "string", "key", "empty"]
 
@@ -200,19 +200,27 @@ def nest(leaves: Iterable[tuple[KeyPath, Any]], containers: Mapping[str, str] | 
     Only what is on disk decides: a tuple comes back as a tuple only where `containers` says so, and a sequence of
     which some entries are missing is a dict by index, since a list would have to invent them.
     """
-    root: dict = {}
+    root = _Node()
     for path, value in leaves:
         if not path:
             return value
         node = root
         for segment in path[:-1]:
-            node = node.setdefault(segment, _Node())
-        node[path[-1]] = value
+            node = node.setdefault(node.key(segment), _Node())
+        node[node.key(path[-1])] = value
     return _close(root, (), containers or {})
 
 
 class _Node(dict):
     """An inner node while nesting: told apart from a leaf whose value is a dict."""
+
+    def key(self, segment: Segment) -> Segment:
+        """An index and a key of the same text are one place: the one that came first."""
+        if segment in self:
+            return segment
+        if isinstance(segment, int):
+            return str(segment) if str(segment) in self else segment
+        return int(segment) if is_index(segment) and len(segment) < 19 and int(segment) in self else segment
 
 
 def _close(node: dict, path: KeyPath, containers: Mapping[str, str]) -> Any:

@@ -160,3 +160,14 @@ def test_inside_a_context_with_an_explicit_mesh():
         layer = ok.apply({"w": x}, ok.unstack("w", into="w_{i}", axis=0))["w_7"]
     np.testing.assert_array_equal(layer, [14, 15])
     assert layer.sharding.mesh == mesh
+
+
+def test_an_index_and_a_key_of_the_same_text_are_one_place(tmp_path):
+    tree = {"w": np.zeros((2, 3)), "a": np.ones(1), "b": np.full(1, 2.0)}
+    into_layers = ok.rename({"w/{i}": "layers/{i}/w", "a": "layers/0/a", "b": "layers/1/b"})
+    rules = (ok.unstack("w", into="w/{i}", axis=0), into_layers)
+    ok.convert(tree, tmp_path / "c")
+    for made in (ok.apply(tree, *rules), ok.restore(tmp_path / "c", *rules)):
+        layers = made["layers"]
+        layers = list(layers.values()) if isinstance(layers, dict) else layers
+        assert [sorted(layer) for layer in layers] == [["a", "w"], ["b", "w"]]

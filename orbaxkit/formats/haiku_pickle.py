@@ -23,6 +23,9 @@ SUFFIXES = (".pickle", ".pkl", ".pystate")
 
 # Far beyond any model; a pickle that refers to one dict many times can spell out more than a machine holds.
 _MAX_LEAVES, _MAX_DEPTH = 1_000_000, 64
+# What all leaves together may take for each byte of the file: what is shared is in it once.
+_MOST_SHARED = 4
+_PUTTING = {"PUT", "BINPUT", "LONG_BINPUT"}
 _BUILDING = {"EXT1", "EXT2", "EXT4", "PERSID", "BINPERSID", "INST", "OBJ", "NEWOBJ_EX"}
 
 
@@ -105,8 +108,8 @@ def _ordered(pairs: Any = ()) -> dict[Any, Any]:
     return dict(pairs)
 
 
-def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> np.ndarray:
-    return _array(data, dtype, shape, order)
+def _frombuffer(data: Any, dtype: Any, shape: Any, order: Any) -> _Array:
+    return _Array((0, shape, dtype, order == "F", data))
 
 
 def _jax_array(rebuild: Any, args: Any, state: Any, aval: Any) -> _Array:
@@ -175,7 +178,7 @@ def open_pickle(folder: Folder, name: str) -> PickleSource:
     try:
         _look_over(data)
         tree = _Unpickler(io.BytesIO(data)).load()
-        leaves = list(_leaves(tree))
+        leaves = list(_leaves(tree, _MOST_SHARED * len(data) + (1 << 20)))
     except Refused as error:
         hint = "only params are read: nested dicts (or Haiku's FlatMapping) of arrays, numbers and strings"
         raise CheckpointError(f"this pickle holds {error}; nothing of it was run", where=path, hint=hint) from None
@@ -190,18 +193,20 @@ def open_pickle(folder: Folder, name: str) -> PickleSource:
 def _look_over(data: bytes) -> None:
     """Read every instruction once without running it: lengths that lie, and instructions that no params need."""
     at = 0
-    for operation, _, position in pickletools.genops(data):
+    for done, (operation, argument, position) in enumerate(pickletools.genops(data)):
         if operation.name in _BUILDING:
             raise Refused(f"the instruction {operation.name}")
+        if operation.name in _PUTTING and (argument or 0) > done:  # the unpickler makes room for all places before it
+            raise Refused(f"a memo with a place {argument:,}")
         at = position or at
     if data[at + 1 :]:
         raise Refused("more after its end")
 
 
-def _leaves(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
-    """Arrays, numbers and strings with their paths, in order."""
+def _leaves(tree: Any, most_bytes: int) -> Iterator[tuple[KeyPath, Any]]:
+    """Arrays, numbers and strings with their paths, in order; together they are no larger than the file allows."""
     pending: list[tuple[KeyPath, Any]] = [((), tree)]
-    count = 0
+    count = taken = 0
     while pending:
         path, node = pending.pop()
         if isinstance(node, _Array):
@@ -224,6 +229,9 @@ def _leaves(tree: Any) -> Iterator[tuple[KeyPath, Any]]:
             raise Refused(f"more than {_MAX_LEAVES:,} leaves")
         if not isinstance(node, (np.ndarray, bool, int, float, complex, str, dict, list, tuple, type(None))):
             raise Refused(f"a {type(node).__name__.lstrip('_')}")
+        taken += node.nbytes if isinstance(node, np.ndarray) else len(node) if isinstance(node, str) else 0
+        if taken > most_bytes:
+            raise Refused("values that are far larger than the file")
         yield path, node
 
 

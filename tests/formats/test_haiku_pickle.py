@@ -128,6 +128,17 @@ def test_nesting_and_sharing_do_not_explode(tmp_path: Path):
         ok.open(saved(tmp_path, wide)).specs  # noqa: B018
 
 
+def test_a_small_file_takes_no_large_memory(tmp_path: Path):
+    text, turned = "x" * 100_000, np.ones(100_000, ">f4")
+    for shared in ([text] * 1000, [turned] * 1000):
+        with pytest.raises(ok.CheckpointError, match="far larger than the file"):
+            ok.open(saved(tmp_path, {"a": shared})).specs  # noqa: B018
+    path = tmp_path / "memo.pickle"
+    path.write_bytes(b"}Vx\nI1\nsp150000000\n.")
+    with pytest.raises(ok.CheckpointError, match="a memo with a place 150,000,000"):
+        ok.open(path).specs  # noqa: B018
+
+
 @settings(max_examples=200)
 @given(st.data())
 def test_any_damage_is_one_clear_error_or_the_same_values(tmp_path_factory, data):

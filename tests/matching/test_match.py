@@ -14,6 +14,8 @@ import orbaxkit as ok
 from orbaxkit._plan import open_source
 from orbaxkit.cli import main
 from orbaxkit.execute.gather import on_host
+from orbaxkit.matching import layouts as layouts_of
+from orbaxkit.matching import pairing
 from orbaxkit.matching.layouts import layouts, sizes_of, turn
 from orbaxkit.planning import expressions as ex
 from orbaxkit.planning.nodes import Affine, Cast, fold, reads_of
@@ -133,6 +135,40 @@ def test_what_is_equally_good_stays_open():
         assert not found.pairs
         assert {o.ours for o in found.open} == {"x", "y"}
         assert "open: x" in str(found)
+
+
+@pytest.mark.parametrize("values", [False, True], ids=["specs", "values"])
+def test_layers_whose_names_no_pattern_finds_alone_are_moved_leaf_by_leaf(values: bool):
+    rng = np.random.default_rng(0)
+    layers = [{"w": rng.random((3, 5), np.float32), "b": rng.random(5, np.float32)} for _ in range(3)]
+    norms = [{"scale": rng.random(3, np.float32)} for _ in range(3)]
+    haiku, plain = {}, {}
+    for i, (layer, norm) in enumerate(zip(layers, norms, strict=True)):
+        block = f"net/~/attention_{i}" if i else "net/~/attention"
+        haiku |= {f"{block}/linear": layer, f"{block}/norm": norm}
+        plain[f"attention_{i}"] = {"linear": layer, "norm": norm}
+    beside = {"attention_x": {"linear": {"w": rng.random((3, 5), np.float32)}}}
+    stacked = ok.apply({"net": plain}, ok.stack("net/attention_{i}", into="attention"))
+    for a, b in ((haiku, {"net": plain}), ({"net": plain}, haiku), (haiku, stacked), (stacked, haiku)):
+        found = ok.match(a, b, values=values)
+        assert len(found.pairs) == 3, str(found)
+        assert not ok.diff(ok.apply(a, found.transform), b, values=True)
+    found = ok.match({"net": plain | beside}, stacked, values=True)
+    assert found.only_in_a == ("net/attention_x/linear/w",)
+    assert {pair.sure for pair in found.pairs} == {"proved"}
+
+
+def test_thousands_of_columns_are_compared_by_size(monkeypatch: pytest.MonkeyPatch):
+    """Of 3,000 leaves in 100 sizes each is compared with 30, not with 3,000."""
+    compared = []
+    monkeypatch.setattr(pairing, "ways", lambda a, b: compared.append(1) or layouts_of.ways(a, b))
+
+    def tree(last):
+        names = ["".join("abcdefghij"[int(digit)] for digit in f"{i:04}") for i in range(3000)]
+        return {name: {last: np.zeros((2 + i % 100, 3), np.float32)} for i, name in enumerate(names)}
+
+    assert len(ok.match(tree("kernel"), tree("weight")).pairs) == 3000
+    assert len(compared) <= 3000 * 30 * 2
 
 
 def test_a_bias_goes_with_its_kernel():
