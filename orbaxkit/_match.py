@@ -1,5 +1,6 @@
 """Match: propose the rules between two trees."""
 
+import hashlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,17 +9,23 @@ import numpy as np
 
 from orbaxkit._plan import open_source
 from orbaxkit.display.text import align, counted
-from orbaxkit.errors import TransformError, shown
+from orbaxkit.errors import TargetError, TransformError, shown
 from orbaxkit.execute.gather import on_host
 from orbaxkit.formats import Source
 from orbaxkit.matching.columns import Column, columns_of
 from orbaxkit.matching.layouts import sizes_of
-from orbaxkit.matching.pairing import Open, Pair, Pairing, Part, Prove, counts, pair
-from orbaxkit.matching.rules import rules_of
+from orbaxkit.matching.pairing import pair
+from orbaxkit.matching.pairs import Open, Pair, Part, counts
+from orbaxkit.matching.rules import rules_of, wanted_shape
+from orbaxkit.paths import format_path
 from orbaxkit.planning import Transform
 from orbaxkit.planning import expressions as ex
+from orbaxkit.slots import find_slots, mirrored_root
+from orbaxkit.specs import Specs
 from orbaxkit.transforms import chain
 from orbaxkit.transforms.layout import rearrange
+
+_MOST_HELD = 16
 
 
 @dataclass(frozen=True)
@@ -29,6 +36,17 @@ class Match:
     open: tuple[Open, ...]
     only_in_a: tuple[str, ...]
     only_in_b: tuple[str, ...]
+    following: tuple[str, ...] = ()  # optimizer slots of `a`: what the rules do to params, they do to these
+
+    @property
+    def casts(self) -> dict[str, str]:
+        """The dtypes that `b` has and the rules do not make, as `ok.cast` takes them; casting is for you to decide."""
+        return {
+            pattern: str(p.theirs.dtype)
+            for p in self.pairs
+            if p.ours.dtype != p.theirs.dtype
+            for pattern in ([p.theirs.pattern] if p.theirs.is_exact else p.theirs.names)
+        }
 
     @property
     def transform(self) -> Transform:
@@ -41,6 +59,8 @@ class Match:
             "transform": chain(*self._rules()).to_json(),
             "rules": [_rule_json(p) for p in self.pairs],
             "open": [{"from": o.ours, "candidates": list(o.candidates), "why": o.why} for o in self.open],
+            "casts": self.casts,
+            "following": list(self.following),
             "only_in_a": list(self.only_in_a),
             "only_in_b": list(self.only_in_b),
         }
@@ -54,6 +74,10 @@ class Match:
         for label, names in (("a", self.only_in_a), ("b", self.only_in_b)):
             if names:
                 lines.append(f"only in {label}, {counted(len(names), 'leaf', 'leaves')}: {shown(', '.join(names[:8]))}")
+        if self.following:
+            lines.append(f"{counted(len(self.following), 'leaf', 'leaves')} of optimizer slots follow their params")
+        if self.casts:
+            lines.append(f"other dtypes: to cast is up to you: ok.cast({self.casts!r})")
         if self.pairs:
             lines += ["", *_python(self._rules())]
         return "\n".join(lines)
@@ -90,42 +114,89 @@ def match(a: Any, b: Any, *, values: bool = False) -> Match:
     """
     _, ours, _ = open_source(a)
     _, theirs, _ = open_source(b)
-    columns = columns_of(ours.specs), columns_of(theirs.specs)
-    found: Pairing = pair(*columns, _prover(ours, theirs) if values else None)
+    followed = _followers(ours.specs), _followers(theirs.specs)
+    columns = columns_of(ours.specs, followed[0]), columns_of(theirs.specs, followed[1])
+    if values:
+        _refuse_unreadable(ours, columns[0])
+        _refuse_unreadable(theirs, columns[1])
+    found = pair(*columns, _Digests(ours, theirs) if values else None)
     return Match(
         tuple(sorted(found.pairs, key=lambda p: p.ours.order)),
         tuple(found.open),
         tuple(name for column in found.ours for name in column.names),
         tuple(name for column in found.theirs for name in column.names),
+        tuple(followed[0]),
     )
 
 
-def _prover(ours: Source, theirs: Source) -> Prove:
-    """Compare the values of two columns, each array read once for as long as its column is looked at."""
-    held: dict[tuple[bool, Column], list[np.ndarray]] = {}
-
-    def arrays(source: Source, column: Column, is_ours: bool) -> list[np.ndarray]:
-        if (is_ours, column) not in held:
-            if len(held) > 64:
-                held.clear()
-            held[is_ours, column] = on_host([ex.read(name, source.specs[name]) for name in column.names], source)
-        return held[is_ours, column]
-
-    def prove(p: Pair) -> bool:
-        if p.ours.dtype != p.theirs.dtype:
-            return False
-        left, right = arrays(ours, p.ours, True), arrays(theirs, p.theirs, False)
-        left = list(left[0]) if p.how == "unstack" else left
-        right = list(right[0]) if p.how == "stack" else right
-        if p.part is not None:
-            left = [_cut(x, p.part) for x in left] if p.part.verb == "split" else left
-            right = [_cut(y, p.part) for y in right] if p.part.verb == "concat" else right
-        return all(_moved(x, p.layout, y.shape).tobytes() == y.tobytes() for x, y in zip(left, right, strict=True))
-
-    return prove
+def _followers(specs: Specs) -> list[str]:
+    """Leaves of optimizer slots whose params are in the tree: rules for params are rules for them."""
+    slots = find_slots(specs)
+    base = mirrored_root(specs, slots)
+    if base is None:
+        return []
+    mirrored = (
+        (name, slot.param_of(specs, name)) for slot in slots for names in slot.mirrors.values() for name in names
+    )
+    return [name for name, param in mirrored if format_path((*base, *param)) in specs.leaves]
 
 
-def _cut(x: np.ndarray, part: Part) -> np.ndarray:
+def _refuse_unreadable(source: Source, columns: Iterable[Column]) -> None:
+    problems = source.problems([name for column in columns for name in column.names])
+    if problems:
+        hint = "without values=True, specs are enough"
+        raise TargetError("these leaves have no values to compare", leaves=problems, hint=hint)
+
+
+class _Digests:
+    """What columns hold, as digests; an array is read when its column's turn comes, and the last ones are kept."""
+
+    def __init__(self, ours: Source, theirs: Source):
+        self._sources = ours, theirs
+        self._known: dict[tuple[Any, ...], bytes] = {}
+        self._held: dict[tuple[int, Column], list[np.ndarray]] = {}
+
+    def made(self, p: Pair) -> bytes:
+        """What a pair makes of ours."""
+        part = p.part if p.part and p.part.verb == "split" else None
+        shape = wanted_shape(p)
+        key = (0, p.ours, p.how, p.layout, shape, part)
+        if key not in self._known:
+            layers = self._arrays(0, p.ours)
+            layers = list(layers[0]) if p.how == "unstack" else layers
+            self._known[key] = _digest(_moved(_cut(x, part), p.layout, shape) for x in layers)
+        return self._known[key]
+
+    def wanted(self, p: Pair) -> bytes:
+        """What theirs holds, of which a pair may make a part."""
+        part = p.part if p.part and p.part.verb == "concat" else None
+        key = (1, p.theirs, p.how, part)
+        if key not in self._known:
+            layers = self._arrays(1, p.theirs)
+            layers = list(layers[0]) if p.how == "stack" else layers
+            self._known[key] = _digest(_cut(x, part) for x in layers)
+        return self._known[key]
+
+    def _arrays(self, side: int, column: Column) -> list[np.ndarray]:
+        if (side, column) not in self._held:
+            if len(self._held) >= _MOST_HELD:
+                self._held.clear()
+            source = self._sources[side]
+            self._held[side, column] = on_host([ex.read(name, source.specs[name]) for name in column.names], source)
+        return self._held[side, column]
+
+
+def _digest(layers: Iterable[np.ndarray]) -> bytes:
+    """Of bytes alone: shapes and dtypes are compared before."""
+    out = hashlib.sha256()
+    for layer in layers:
+        out.update(np.ascontiguousarray(layer).tobytes())
+    return out.digest()
+
+
+def _cut(x: np.ndarray, part: Part | None) -> np.ndarray:
+    if part is None:
+        return x
     start = sum(part.cut.sizes[: part.number])
     return x[(slice(None),) * part.cut.axis + (slice(start, start + part.cut.sizes[part.number]),)]
 

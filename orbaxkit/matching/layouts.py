@@ -38,8 +38,17 @@ def layouts(found: tuple[int, ...], wanted: tuple[int, ...]) -> tuple[str, ...]:
     """The axis patterns that turn one shape into the other, "" where they are equal; the plain ones first."""
     same = [""] if found == wanted else []
     there = [pattern for pattern in _PATTERNS if _fits(pattern, found, wanted)]
-    back = [turned for pattern in _PATTERNS if _fits(pattern, wanted, found) and (turned := turn(pattern)) not in there]
+    known = {_meaning(pattern) for pattern in there}
+    turned = [turn(pattern) for pattern in _PATTERNS if _fits(pattern, wanted, found)]
+    back = [pattern for pattern in turned if _meaning(pattern) not in known]
     return (*same, *there, *(text for text in back if "(" not in text.split("->")[0] or not there))
+
+
+def _meaning(pattern: str) -> str:
+    """A pattern without the names of its axes: `i o -> o i` and `o i -> i o` are one."""
+    names = dict.fromkeys(_AXIS.findall(pattern))
+    numbers = {name: name if name == "1" else str(number + 2) for number, name in enumerate(names)}
+    return _AXIS.sub(lambda found: numbers[found[0]], pattern)
 
 
 def is_plain(pattern: str) -> bool:
@@ -107,11 +116,11 @@ def ways(a: Column, b: Column) -> list[Way]:
 
 def _one_layer(a: Column, b: Column) -> tuple[str, tuple[int, ...], tuple[int, ...]] | None:
     """Whether layers are cut or stacked, and both shapes of one layer."""
-    if a.layers == b.layers:
+    if a.numbers == b.numbers:
         return "", a.shape, b.shape
-    if a.layers is None and b.layers is not None and a.shape[:1] == (b.layers,):
+    if not a.numbers and b.layers and a.shape[:1] == (b.layers,):
         return "unstack", a.shape[1:], b.shape
-    if b.layers is None and a.layers is not None and b.shape[:1] == (a.layers,):
+    if not b.numbers and a.layers and b.shape[:1] == (a.layers,):
         return "stack", a.shape, b.shape[1:]
     return None
 

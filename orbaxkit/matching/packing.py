@@ -1,6 +1,5 @@
 """Columns that another tree holds as one, joined along an axis: query, key and value, or gate and up."""
 
-import math
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -9,7 +8,6 @@ from typing import Any
 
 from orbaxkit.matching.columns import Column
 from orbaxkit.matching.names import numbers_of, words_of
-from orbaxkit.paths import parse_path
 
 # The orders that parts usually come in.
 _ORDERS = (("query", "key", "value"), ("key", "value"), ("gate", "up"))
@@ -27,30 +25,24 @@ def usual_groups(columns: Iterable[Column]) -> list[Column]:
 
 def every_group(columns: Iterable[Column], wholes: Iterable[Column]) -> list[Column]:
     """Groups in every order, that have as many elements as one of `wholes`."""
-    counts = {size_of(whole) for whole in wholes}
+    counts = {whole.size for whole in wholes}
     return [
         _group(key, chosen)
         for key, siblings in _siblings(columns)
         if len(siblings) <= _MOST_SIBLINGS
         for size in _SIZES
         for chosen in permutations(siblings, size)
-        if _are_alike(chosen) and sum(size_of(column) for _, column in chosen) in counts
+        if _are_alike(chosen) and sum(column.size for _, column in chosen) in counts
     ]
-
-
-def size_of(column: Column) -> int:
-    """How many elements a column has in all layers."""
-    one = sum(math.prod(part.shape) for part in column.parts) if column.parts else math.prod(column.shape)
-    return one * (column.layers or 1)
 
 
 def _siblings(columns: Iterable[Column]) -> Iterator[tuple[tuple[Any, ...], list[Sibling]]]:
     """Columns whose names differ in one segment alone, with what they have there."""
     found: dict[tuple[Any, ...], list[Sibling]] = defaultdict(list)
     for column in columns:
-        path = parse_path(column.pattern)
-        for k, segment in enumerate(path):
-            found[(*path[:k], None, *path[k + 1 :]), column.layers, column.dtype].append((str(segment), column))
+        place = column.place
+        for k, segment in enumerate(place):
+            found[(*place[:k], None, *place[k + 1 :]), column.numbers, column.dtype].append((segment, column))
     for (masked, *_), siblings in found.items():
         if len(siblings) > 1:
             yield masked, siblings
@@ -78,6 +70,6 @@ def _are_alike(siblings: Iterable[Sibling]) -> bool:
 def _group(masked: tuple[Any, ...], chosen: tuple[Sibling, ...]) -> Column:
     """A group as a column: `attn/{q,k,v}/kernel`."""
     inside = "{" + ",".join(segment for segment, _ in chosen) + "}"
-    pattern = "/".join(inside if segment is None else str(segment) for segment in masked)
-    parts = tuple(column for _, column in chosen)
-    return replace(parts[0], pattern=pattern, parts=parts)
+    place = tuple([segment or inside for segment in masked])
+    parts = tuple([column for _, column in chosen])
+    return replace(parts[0], place=place, pattern="/".join(place), parts=parts)

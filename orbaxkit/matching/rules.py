@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 
 from orbaxkit.matching.columns import Column
 from orbaxkit.matching.layouts import sizes_of
-from orbaxkit.matching.pairing import Pair, Part
+from orbaxkit.matching.pairs import Pair, Part
 from orbaxkit.paths import KeyPath, compile_pattern, parse_path
 from orbaxkit.transforms import concat, drop, rename, reshape, split, stack, unstack
 from orbaxkit.transforms.subtrees import pattern_segments
@@ -54,7 +54,7 @@ def _moves(pairs: list[Pair]) -> Iterator[_Move]:
         sources = _places(p.ours, p.how == "unstack", count if is_apart else 0)
         targets = _places(p.theirs, p.how == "stack", count if is_apart else 0)
         for source, target in zip(sources, targets, strict=True):
-            yield _Move(source, target, p.layout, _wanted(p), p.part)
+            yield _Move(source, target, p.layout, wanted_shape(p), p.part)
 
 
 def _places(column: Column, is_stacked: bool, count: int) -> list[str]:
@@ -64,7 +64,7 @@ def _places(column: Column, is_stacked: bool, count: int) -> list[str]:
     return [f"{column.pattern}/layer_{number}" for number in range(count)] if is_stacked else list(column.names)
 
 
-def _wanted(p: Pair) -> tuple[int, ...]:
+def wanted_shape(p: Pair) -> tuple[int, ...]:
     """The shape that a layout makes."""
     whole = p.theirs.shape[1:] if p.how == "stack" else p.theirs.shape
     if p.part is None or p.part.verb == "split":
