@@ -3,7 +3,7 @@
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, zip_longest
 from typing import Generic, TypeVar
 
 import numpy as np
@@ -18,6 +18,7 @@ _LEAST = 0.12
 _MOST_ALIKE = 64
 
 T = TypeVar("T")
+Order = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -27,12 +28,28 @@ class Family(Generic[T]):
     name: Hashable
     text: str
     members: list[T]
-    is_ordered: bool
+    orders: list[Order]
+
+    @property
+    def is_ordered(self) -> bool:
+        """Whether no two have the same place in the order."""
+        return all(a < b for a, b in pairwise(self.orders))
+
+    @property
+    def numbers(self) -> list[Order]:
+        """The orders, of which only what differs counts; what has no number is number 0."""
+        levels = [level for level in zip_longest(*self.orders, fillvalue=0) if len(set(level)) > 1]
+        return list(zip(*levels, strict=True)) if levels else [()] * len(self.members)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether they are counted from 0 or 1 without gaps."""
+        first = self.numbers[0]
+        return first in ((0,), (1,)) and self.numbers == [(first[0] + k,) for k in range(len(self.members))]
 
 
 Families = list[Family[T]]
 Blocks = dict[Place, int]  # the modules that have a counterpart, each with the same number as that
-Order = tuple[int, ...]
 
 
 def blocks_of(ours: Iterable[Column], theirs: Iterable[Column], likeness: Likeness) -> tuple[Blocks, Blocks]:
@@ -90,7 +107,7 @@ def _counterparts(
     def score(ours: Families[Place], theirs: Families[Place]) -> np.ndarray:
         return likeness([family.text for family in ours], [family.text for family in theirs])
 
-    return [(a, b) for a, b, _ in settle(families[0], families[1], score)]
+    return [(a, b) for a, b, _ in settle(families[0], families[1], score, by_number)]
 
 
 def families_of(
@@ -106,16 +123,18 @@ def families_of(
     out = []
     for (what, _), members in found.items():
         members.sort(key=lambda entry: entry[0])
-        is_ordered = all(a < b for (a, *_), (b, *_) in pairwise(members))
         text = str(what) if len(members) > 1 else "/".join(members[0][1])
-        out.append(Family(what, text, [member for _, _, member in members], is_ordered))
+        out.append(Family(what, text, [member for *_, member in members], [order for order, *_ in members]))
     return out
 
 
 def settle(
-    ours: Families[T], theirs: Families[T], score: Callable[[Families[T], Families[T]], np.ndarray]
+    ours: Families[T],
+    theirs: Families[T],
+    score: Callable[[Families[T], Families[T]], np.ndarray],
+    pairs_of: Callable[[Family[T], Family[T]], list[tuple[T, T]]],
 ) -> list[tuple[T, T, float]]:
-    """Families that are each other's best by a margin, and have as many members, which are then in the same order."""
+    """Members of families that are each other's best by a margin."""
     if not ours or not theirs:
         return []
     scores = score(ours, theirs)
@@ -123,9 +142,21 @@ def settle(
     out: list[tuple[T, T, float]] = []
     for i, j in enumerate(rows):
         if j >= 0 and columns[j] == i and ours[i].is_ordered and theirs[j].is_ordered:
-            pairs = zip(ours[i].members, theirs[j].members, strict=False)
-            out += [(a, b, float(scores[i, j])) for a, b in pairs if len(ours[i].members) == len(theirs[j].members)]
+            out += [(a, b, float(scores[i, j])) for a, b in pairs_of(ours[i], theirs[j])]
     return out
+
+
+def in_order(ours: Family[T], theirs: Family[T]) -> list[tuple[T, T]]:
+    """As many in the same order."""
+    return list(zip(ours.members, theirs.members, strict=True)) if len(ours.members) == len(theirs.members) else []
+
+
+def by_number(ours: Family[T], theirs: Family[T]) -> list[tuple[T, T]]:
+    """As many, counted without gaps, or only one: in order. Else those of the same number, since some are missing."""
+    if len(ours.members) == 1 or (ours.is_whole and theirs.is_whole):
+        return in_order(ours, theirs)
+    known = dict(zip(theirs.numbers, theirs.members, strict=True))
+    return [(a, known[number]) for number, a in zip(ours.numbers, ours.members, strict=True) if number in known]
 
 
 def _leads(scores: np.ndarray) -> list[int]:

@@ -5,7 +5,7 @@ from collections.abc import Hashable, Iterable, Iterator
 
 import numpy as np
 
-from orbaxkit.matching.blocks import Blocks, Families, block_of, blocks_of, families_of, settle
+from orbaxkit.matching.blocks import Blocks, Families, block_of, blocks_of, by_number, families_of, in_order, settle
 from orbaxkit.matching.columns import Column, Place
 from orbaxkit.matching.layouts import Way, is_plain, ways
 from orbaxkit.matching.names import Likeness, are_opposed, built_order, kernel_role, kind_of, order_of, plain
@@ -77,7 +77,7 @@ def _alike(bucket: Bucket, likeness: Likeness) -> list[tuple[Column, Column, flo
         return likeness([family.text for family in ours], [family.text for family in theirs]) * _fits(ours, theirs)
 
     ours, theirs = (families_of(entries, plain, order_of, _kind) for entries in bucket)
-    return settle(ours, theirs, score)
+    return settle(ours, theirs, score, by_number)
 
 
 def _in_order(bucket: Bucket) -> list[tuple[Column, Column, float]]:
@@ -89,7 +89,7 @@ def _in_order(bucket: Bucket) -> list[tuple[Column, Column, float]]:
 
     leaves = ([(place, column) for place, column in entries if not column.parts] for entries in bucket)
     ours, theirs = (families_of(entries, kind_of, built_order, _kind) for entries in leaves)
-    return settle(ours, theirs, score)
+    return settle(ours, theirs, score, in_order)
 
 
 def _last(bucket: Bucket, why: str) -> list[tuple[Column, Column, str]]:
