@@ -26,8 +26,10 @@ from orbaxkit.formats.staging import Staging, check_room
 from orbaxkit.formats.structure import METADATA
 
 _IN_FLIGHT_BYTES = 256 << 20
-_LAST = (INDEX_SUFFIX, METADATA, MANIFEST, STEP_METADATA, COMMIT)  # the others before
-_FINISHED = 3  # of these turns come after all that is read
+# All other files come first, then these turn by turn; where processes share a checkpoint, the tree that joins their stores
+# is written in the turn of the manifest.
+_LAST = (INDEX_SUFFIX, METADATA, MANIFEST, STEP_METADATA, COMMIT)
+_JOINED = _LAST.index(MANIFEST) + 1
 
 
 @dataclass
@@ -73,14 +75,14 @@ class Upload(Staging):
         if not self._is_shared:
             _check_free(self.path, overwrite=False)
         files = list(_files_below(self.temporary)) if os.path.isdir(self.temporary) else [""]
-        for turn in range(_FINISHED):
+        for turn in range(_JOINED):
             self._upload([name for name in files if _turn(name) == turn])
         if self._is_shared:  # finish() writes these
             self._begun |= {
                 name.replace(METADATA, MANIFEST): None for name in files if os.path.basename(name) == METADATA
             }
         finish()
-        for turn in range(_FINISHED, len(_LAST) + 1):
+        for turn in range(_JOINED, len(_LAST) + 1):
             self._upload([name for name in files if _turn(name) == turn])
         self._begun.clear()
         self._remove_local()
