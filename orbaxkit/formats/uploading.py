@@ -26,8 +26,8 @@ from orbaxkit.formats.staging import Staging, check_room
 from orbaxkit.formats.structure import METADATA
 
 _IN_FLIGHT_BYTES = 256 << 20
-# All other files come first, then these turn by turn; where processes share a checkpoint, the tree that joins their stores
-# is written in the turn of the manifest.
+# All other files come first, then these turn by turn. Where processes share a checkpoint, the tree that joins their
+# stores is written in the turn of the manifest.
 _LAST = (INDEX_SUFFIX, METADATA, MANIFEST, STEP_METADATA, COMMIT)
 _JOINED = _LAST.index(MANIFEST) + 1
 
