@@ -21,7 +21,7 @@ from orbaxkit.formats.ocdbt import MANIFEST, short_reason
 from orbaxkit.formats.ocdbt_nodes import MANIFEST_MAGIC, NODE_MAGIC
 from orbaxkit.formats.remote import CONTEXT
 from orbaxkit.formats.sinks import Encoded
-from orbaxkit.formats.staging import sync, write_all, write_file
+from orbaxkit.formats.staging import Staging, sync, write_all, write_file
 
 # As Orbax configures its stores, so that it can append to this one.
 _MAX_INLINE_BYTES = 1024
@@ -30,7 +30,6 @@ _ARITY_LOG2 = 4
 
 _NODE_BYTES = 256 << 10  # a node's keys and inline values; small enough that finding one key stays cheap
 _NODE_CHILDREN = 1024
-_FILE_BYTES = 2 << 30  # then the next data file: copies of a checkpoint run in parallel
 _COPY_BYTES = 1 << 20
 
 
@@ -75,6 +74,7 @@ class OcdbtWriter:
     path: str
     node_bytes: int = _NODE_BYTES
     node_children: int = _NODE_CHILDREN
+    file_bytes: int = Staging.file_bytes
     _entries: dict[bytes, bytes | _Location] = field(default_factory=dict)
     _files: list[_DataFile] = field(default_factory=list)
     _free: list[_DataFile] = field(default_factory=list)
@@ -136,7 +136,7 @@ class OcdbtWriter:
             self._entries[encoded] = value
 
     def _release(self, file: _DataFile) -> None:
-        if file.size < _FILE_BYTES:
+        if file.size < self.file_bytes:
             with self._lock:
                 self._free.append(file)
 

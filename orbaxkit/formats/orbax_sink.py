@@ -127,7 +127,8 @@ class OrbaxSink:
         with writing(path):
             if self.processes.count > 1:
                 os.mkdir(f"{self._item}/{self._part}")
-            self._store = OcdbtWriter(f"{self._item}/{self._part}".rstrip("/"))
+            store = f"{self._item}/{self._part}".rstrip("/")
+            self._store = OcdbtWriter(store, file_bytes=self._open_staging.file_bytes)
             for leaf in self._leaves.values():
                 if leaf.array is not None and self.processes.is_first:
                     file, document = zarr_document(leaf.array)

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path, PurePath
-from typing import IO, Any
+from typing import IO, Any, ClassVar
 
 from orbaxkit.errors import CheckpointError, CheckpointWarning, shorten
 from orbaxkit.formats.classify import enclosing_item, leftover_name
@@ -29,6 +29,9 @@ _LOOKS = 20  # for a folder that another host made a moment ago, within a second
 class Staging:
     """A file or folder on its way to `path`. Write to `temporary`, then `commit`, or `discard`."""
 
+    file_bytes: ClassVar[int] = (
+        2 << 30
+    )  # at which a file that may be cut is cut: copies of a checkpoint run in parallel
     path: str
     temporary: str
     overwrite: bool = False

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import PurePath
-from typing import Any
+from typing import Any, ClassVar
 
 from etils import epath
 
@@ -36,6 +36,7 @@ _JOINED = _LAST.index(MANIFEST) + 1
 class Upload(Staging):
     """A file or folder on its way to a URL, by way of the system's place for temporary files (`TMPDIR`)."""
 
+    file_bytes: ClassVar[int] = 128 << 20  # in memory while it is sent
     _is_shared: bool = False  # among processes, each of which has a folder of its own
     _begun: dict[str, Any] = field(default_factory=dict)  # by name, what waits for it
 

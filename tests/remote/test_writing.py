@@ -11,6 +11,7 @@ from servers.object_server import Fault, ObjectServer
 
 import orbaxkit as ok
 from orbaxkit.cli import main
+from orbaxkit.formats.uploading import Upload
 
 pytest_plugins = ["servers.fixtures"]
 pytestmark = pytest.mark.filterwarnings("ignore::orbaxkit.CheckpointWarning")
@@ -137,3 +138,12 @@ def test_on_the_command_line(store_url, object_server, tmp_path, capsys):
     assert f"{store_url}/out" in capsys.readouterr().out
     assert main(["convert", str(tmp_path / "here"), f"{store_url}/out"]) == 2
     assert "the destination exists" in capsys.readouterr().err
+
+
+def test_data_files_are_cut_to_what_may_be_in_memory(store_url, object_server, monkeypatch):
+    monkeypatch.setattr(Upload, "file_bytes", 20_000)
+    made = ok.convert(tree(), f"{store_url}/out")
+    sizes = [len(data) for name, data in held_below(object_server, f"{store_url}/out").items() if name.startswith("d/")]
+    assert len(sizes) > 3
+    assert max(sizes) < 20_000 + 60 * 60 * 4
+    assert not ok.diff(made, tree(), values=True)
